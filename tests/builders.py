@@ -9,14 +9,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import Dataset
 
 import hotrow
 from hotrow.engine.evict import EVICTIONS
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.rules import Hold
 from hotrow.engine.stages import FIVE, FUSED, SPLIT
 from hotrow.engine.strategy import STRATEGIES, Strategy
@@ -185,6 +188,21 @@ def budget_with_pins(batches: Sequence[Tensor], hold: Hold, pins: int) -> hotrow
     return hotrow.Budget((share,), window_bytes=1 << 20)
 
 
+def budget_of(
+    case: Case, batches: Sequence[Any], part: float, *, dense: bool = True
+) -> hotrow.Budget:
+    """Slots for the largest batch, an eighth more of it, and a part of all rows to be pinned."""
+    budget = tight_budget(case, batches, variant("static").hold, dense_map=dense)
+    widths: dict[int, int] = {}
+    for table in case.tables:
+        widths[table.embedding_dim] = widths.get(table.embedding_dim, 0) + table.num_embeddings
+    shares = [
+        replace(share, slots=2 * share.slots + 2 + int(part * rows))
+        for share, rows in zip(budget.shares, widths.values(), strict=True)
+    ]
+    return replace(budget, shares=tuple(shares))
+
+
 # -- running ---------------------------------------------------------------------------
 
 
@@ -216,16 +234,22 @@ def outcome(embedding: hotrow.EmbeddingBagCollection, losses: list[Tensor]) -> O
     return Outcome(losses, dict(embedding.state_dict()), state)
 
 
-def train(
+def learn(
     embedding: hotrow.EmbeddingBagCollection, batches: Sequence[Any], **options: Any
-) -> Outcome:
-    """The plainest loop there is."""
+) -> list[Tensor]:
+    """Train by the plainest loop there is."""
     losses = []
     for batch in hotrow.ahead(batches, embedding, **options):
         loss = readout(embedding(batch))
         loss.backward()
         losses.append(loss.detach())
-    return outcome(embedding, losses)
+    return losses
+
+
+def train(
+    embedding: hotrow.EmbeddingBagCollection, batches: Sequence[Any], **options: Any
+) -> Outcome:
+    return outcome(embedding, learn(embedding, batches, **options))
 
 
 def build(
@@ -234,6 +258,82 @@ def build(
     return hotrow.EmbeddingBagCollection(
         case.tables, RULES[rule], strategy=strategy, seed=3, **options
     )
+
+
+def all_fast(case: Case, rule: str, batches: Sequence[Any], **options: Any) -> Outcome:
+    return train(build(case, rule, **options), batches)
+
+
+# By name: strategy, slots of each width, and whether the GPU's engine keeps the rows.
+ENGINES: dict[str, tuple[str, int, bool]] = {
+    "all-fast": ("all-fast", 0, False),
+    "lookahead": ("lookahead", 60, False),
+    "scratchpipe": ("scratchpipe", 90, False),
+    "chunked": ("lookahead", 4, False),
+    "hybrid": ("hybrid", 0, False),
+    "static-hybrid": ("static-hybrid", 12, False),
+    "device": ("all-fast", 0, True),
+    "device-lookahead": ("lookahead", 60, True),
+    "device-chunked": ("lookahead", 4, True),
+}
+
+
+def build_on(
+    engine: str, tables: Sequence[Any], rule: Any, **options: Any
+) -> hotrow.EmbeddingBagCollection:
+    """Build a collection on one of ENGINES; where there is a GPU, those that can use it do."""
+    strategy, slots, by_gpu = ENGINES[engine]
+    options = {"seed": 3, "strategy": strategy, "engine": gpu_rows if by_gpu else None, **options}
+    if slots:
+        shares = [hotrow.Share(slots, 32, True) for _ in {table.embedding_dim for table in tables}]
+        options.setdefault("budget", hotrow.Budget(tuple(shares), 1 << 14))
+    if torch.cuda.is_available() and (by_gpu or "hybrid" in engine):
+        options["device"] = "cuda"
+    return hotrow.EmbeddingBagCollection(tables, rule, **options)
+
+
+class Scores(nn.Module):
+    """Scores samples by the sum of their vectors."""
+
+    def __init__(self, embedding: hotrow.EmbeddingBagCollection) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, batch: Tensor) -> Tensor:
+        scores: Tensor = self.embedding(batch).values().sum(1)
+        return scores
+
+
+def score_trainer(embedding: hotrow.EmbeddingBagCollection, **options: Any) -> hotrow.Trainer[Any]:
+    return hotrow.Trainer(
+        Scores(embedding), lambda found, wanted: (found - wanted).square(), dense_optimizer=None,
+        ids=lambda batch: batch, labels=lambda batch: batch[:, 0].float(),
+        device=embedding.device, **options,
+    )  # fmt: skip
+
+
+class Samples(Dataset[tuple[Tensor, Tensor]]):
+    """For "one-hot": made in a loader's worker, so that it needs nothing from the parent."""
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, place: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(place)
+        return torch.randint(40, (2,), generator=generator), torch.tensor(float(place % 2))
+
+
+def is_left_out_of_forks(address: int) -> bool:
+    """Whether the mapping of an address is not copied to children: "do not copy area on fork"."""
+    flags, inside = "", False
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
+        head = line.split()[0]
+        if "-" in head and not head.endswith(":"):
+            low, high = (int(part, 16) for part in head.split("-"))
+            inside = low <= address < high
+        elif inside and line.startswith("VmFlags:"):
+            flags = line
+    return " dc" in flags
 
 
 def pairwise(axes: dict[str, Sequence[str]]) -> Iterator[dict[str, str]]:

@@ -89,3 +89,11 @@ def device_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         from hotrow.engine.gpu.rows import gpu_rows
 
         monkeypatch.setattr("hotrow.embedding.collection._engine", lambda device: gpu_rows)
+
+
+@pytest.fixture
+def seen() -> Any:
+    """Captures steps without a GPU, and counts what they do."""
+    from graph_replays import Replays  # imports hotrow
+
+    return Replays()

@@ -68,9 +68,21 @@ def test_a_loader_and_a_step_that_share_a_generator_are_told_of_once() -> None:
     assert "generator=torch.Generator()" in said
 
 
-@pytest.mark.parametrize("strategy", ["all-fast", "lru", "static"])
-def test_where_nothing_is_read_ahead_the_order_is_a_plain_loops(strategy: str) -> None:
-    assert not told(DataLoader(Drawn(), SIZE), Model(strategy))
+SHUFFLED = DataLoader(TensorDataset(IDS), SIZE, shuffle=True)
+OWN = DataLoader(TensorDataset(IDS), SIZE, shuffle=True, generator=torch.Generator())
+
+
+@pytest.mark.parametrize(
+    ("loader", "options"),
+    [
+        *((DataLoader(Drawn(), SIZE), {"strategy": x}) for x in ("all-fast", "lru", "static")),
+        (DataLoader(Drawn(), SIZE), {"dropout": 0.0}),
+        (SHUFFLED, {}),
+        (OWN, {}),
+    ],
+)
+def test_where_draws_cannot_be_mixed_nothing_is_said(loader: Any, options: Any) -> None:
+    assert not told(loader, Model(**options))
 
 
 def test_a_depth_of_zero_has_the_order_of_a_plain_loop() -> None:
@@ -82,18 +94,6 @@ def test_a_depth_of_zero_has_the_order_of_a_plain_loop() -> None:
         return train(model, hotrow.ahead(loader, model, ids=lambda b: b[0], depth=0))
 
     assert losses(plain=False) == losses(plain=True)
-
-
-@pytest.mark.parametrize("case", ["a step without draws", "a generator of its own", "shuffled"])
-def test_where_draws_cannot_be_mixed_nothing_is_said(case: str) -> None:
-    data = TensorDataset(IDS)
-    loader: Any = DataLoader(data, SIZE, shuffle=True)
-    model = Model()
-    if case == "a step without draws":
-        model, loader = Model(dropout=0.0), DataLoader(Drawn(), SIZE)
-    elif case == "a generator of its own":
-        loader = DataLoader(data, SIZE, shuffle=True, generator=torch.Generator())
-    assert not told(loader, model)
 
 
 # -- going on ------------------------------------------------------------------------------
@@ -208,27 +208,35 @@ def test_a_place_behind_the_end_is_refused() -> None:
             stream.load_state_dict(wrong)
 
 
-def test_a_loader_with_a_state_of_its_own_is_given_it() -> None:
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_loader_with_a_state_of_its_own_is_given_that_of_the_last_batch_yielded(
+    copied: bool,
+) -> None:
     class Stateful:
-        at = 0
+        def __init__(self) -> None:
+            self.state = {"at": 0}
 
         def __iter__(self) -> Iterator[tuple[Tensor]]:
-            while self.at < COUNT:
-                self.at += 1
-                yield (IDS[(self.at - 1) * SIZE : self.at * SIZE],)
+            while self.state["at"] < COUNT:
+                at = self.state["at"] * SIZE
+                self.state["at"] += 1
+                yield (IDS[at : at + SIZE],)
 
         def state_dict(self) -> dict[str, int]:
-            return {"at": self.at}
+            return dict(self.state) if copied else self.state
 
         def load_state_dict(self, state: dict[str, int]) -> None:
-            self.at = state["at"]
+            self.state = state
 
-    model = Model()
-    stream = hotrow.ahead(Stateful(), model, ids=lambda b: b[0])
-    for _ in range(4):
+    model, loader = Model(), Stateful()
+    stream = hotrow.ahead(loader, model, ids=lambda b: b[0])
+    with pytest.raises(RuntimeError, match="no batch has been yielded"):
+        stream.state_dict()
+    for number in range(1, 5):
         next(stream)
-    state = stream.state_dict()
-    assert state == {"at": 4}
+        state = stream.state_dict()
+        assert state == {"at": stream.position()} == {"at": number}
+    assert loader.state["at"] > 4
     stream.close()
     other = hotrow.ahead(Stateful(), model, ids=lambda b: b[0])
     other.load_state_dict(state)

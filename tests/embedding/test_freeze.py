@@ -15,11 +15,22 @@ import torch
 from torch import Tensor
 
 import hotrow
-from builders import CASES, RULES, Case, Outcome, outcome, readout, tight_budget, variant
+from builders import (
+    CASES,
+    RULES,
+    Case,
+    Outcome,
+    build,
+    outcome,
+    readout,
+    score_trainer,
+    tight_budget,
+    variant,
+)
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.host.rows import HostRows
 from hotrow.engine.rows import cpu_rows
-from hotrow.engine.strategy import Strategy, as_listed
+from hotrow.engine.strategy import as_listed
 from hotrow.inputs.tree import to_device
 from hotrow.kernels.reference import bits_of, in_bits
 
@@ -55,11 +66,10 @@ def trained(embedding: Any, case: Case, **options: Any) -> Outcome:
 
 def put_back(embedding: Any, case: Case) -> Outcome:
     """The same by its definition."""
-    losses, frozen = [], []
+    losses, frozen = [], None
     for step, batch in enumerate(case.batches(STEPS)):
-        if step in CHANGES:
-            frozen = ids_of(embedding, frozen_at(case, step))
-        kept = [(g, ids, g.gather(ids, torch.zeros(len(ids), g.width))) for g, ids in frozen]
+        frozen = frozen_at(case, step) if step in CHANGES else frozen
+        kept = kept_rows(embedding, frozen)
         loss = readout(embedding(to_device(batch, embedding.device)))
         loss.backward()
         for group, ids, rows in kept:
@@ -68,20 +78,14 @@ def put_back(embedding: Any, case: Case) -> Outcome:
     return outcome(embedding, losses)
 
 
-def ids_of(embedding: Any, frozen: Frozen) -> list[tuple[Any, Tensor]]:
-    found = []
+def kept_rows(embedding: Any, frozen: Frozen) -> list[tuple[Any, Tensor, Tensor]]:
+    """Return frozen rows as they are: their groups, ids and bits."""
+    kept = []
     for table, rows in ({} if frozen is None else frozen).items():
         group, base, _ = embedding._rows.find(table)
-        found.append(
-            (group, (rows.nonzero().squeeze(1) if rows.dtype == torch.bool else rows) + base)
-        )
-    return found
-
-
-def build(case: Case, rule: str, strategy: str | Strategy, **options: Any) -> Any:
-    return hotrow.EmbeddingBagCollection(
-        case.tables, RULES[rule], strategy=strategy, seed=3, **options
-    )
+        ids = (rows.nonzero().squeeze(1) if rows.dtype == torch.bool else rows) + base
+        kept.append((group, ids, group.gather(ids, torch.zeros(len(ids), group.width))))
+    return kept
 
 
 def tight(
@@ -136,23 +140,6 @@ def test_an_update_that_is_owed_is_of_rows_that_were_not_frozen_then(
     assert outcome(embedding, []).same_bits(outcome(plain, []))
 
 
-# A few of them: Triton's interpreter is slow.
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize(
-    ("case", "rule", "name", "victims", "part"),
-    [
-        ("one-hot", "sgd", "lookahead", "random", 1.0),
-        ("multi-hot", "adam", "lru", "most-recent", 1.0),
-        ("one-hot", "row-wise", "lookahead", "random", 0.6),
-    ],
-)
-def test_on_a_device(case: str, rule: str, name: str, victims: str, part: float) -> None:
-    options = {"device": DEVICE, "engine": gpu_rows}
-    right = put_back(build(CASES[case], rule, "all-fast", **options), CASES[case])
-    embedding = tight(CASES[case], rule, name, victims, part=part, **options)
-    assert trained(embedding, CASES[case]).same_bits(right)
-
-
 @pytest.mark.parametrize("engine", [cpu_rows, gpu_rows])
 def test_late_and_joined_gradients_leave_them_alone(engine: Any) -> None:
     case, device = CASES["multi-hot"], DEVICE.type if engine is gpu_rows else "cpu"
@@ -161,9 +148,7 @@ def test_late_and_joined_gradients_leave_them_alone(engine: Any) -> None:
         embedding = build(case, "adam", "all-fast", device=device, engine=engine)
         embedding.grad_scale = 8.0  # gradients are looked at before the update
         frozen = frozen_at(case, 2)
-        kept = [
-            (g, i, g.gather(i, torch.zeros(len(i), g.width))) for g, i in ids_of(embedding, frozen)
-        ]
+        kept = kept_rows(embedding, frozen)
         if freezes:
             embedding.freeze_rows(frozen)
         with embedding.accumulate():
@@ -233,27 +218,12 @@ def test_what_is_no_row_is_refused_before_anything_changes(rows: Any, said: str)
     assert embedding.groups[0].store.frozen.bits is None
 
 
-class Scores(torch.nn.Module):
-    def __init__(self, embedding: Any) -> None:
-        super().__init__()
-        self.embedding = embedding
-
-    def forward(self, batch: Tensor) -> Tensor:
-        scores: Tensor = self.embedding(batch).values().sum(1)
-        return scores
-
-
 def run_of(embedding: Any, *, graphs: bool) -> Outcome:
     """Freezes some rows, others, none by name, and none."""
     changes = {12: torch.arange(4), 18: torch.arange(6, 9), 24: None, 28: torch.arange(2)}
     draw = torch.Generator().manual_seed(0)
     batches = [torch.randint(40, (8, 2), generator=draw) for _ in range(36)]
-    trainer = hotrow.Trainer(
-        Scores(embedding), lambda found, wanted: (found - wanted).square(), dense_optimizer=None,
-        ids=lambda batch: batch, labels=lambda batch: batch[:, 0].float(),
-        device=embedding.device, graphs=graphs,
-    )  # fmt: skip
-    for record in trainer.run(batches):
+    for record in score_trainer(embedding, graphs=graphs).run(batches):
         if record.step in changes:
             rows = changes[record.step]
             embedding.freeze_rows({} if rows is None else {"a": rows})

@@ -5,6 +5,7 @@ Uploads happen long after reading there, and copies from page-locked memory late
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -169,62 +170,60 @@ def assert_same(found: Run, expected: Run) -> None:
     assert all(map(torch.equal, bits, expected.found()[1]))
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-@pytest.mark.parametrize("buffers", [1, 3])
+either = pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+AHEAD = [
+    "all-fast",
+    "lookahead",
+    "scratchpipe",
+]  # what a captured step and several buffers matter to
+
+
 @pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.parametrize("strategy", ["all-fast", "lookahead", "scratchpipe"])
+@pytest.mark.parametrize(
+    ("strategy", "buffers", "captured"),
+    [
+        *itertools.product(AHEAD, (1, 3), (False, True)),
+        *((strategy, 1, False) for strategy in STRATEGIES if strategy not in AHEAD),
+    ],
+)
 def test_a_loader_may_fill_its_buffers_again(
-    strategy: str, loader: str, buffers: int, captured: bool
+    strategy: str, buffers: int, captured: bool, loader: str
 ) -> None:
     expected = Run(strategy).train(some(), captured=captured)
     source = refilled(some(), *LOADERS[loader], buffers)
     assert_same(Run(strategy).train(source, captured=captured), expected)
 
 
-@pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.parametrize("strategy", ["hybrid", "static-hybrid", "uncached", "static", "lru"])
-def test_with_other_strategies_too(strategy: str, loader: str) -> None:
-    expected = Run(strategy).train(some(), captured=False)
-    source = refilled(some(), *LOADERS[loader], 1)
-    assert_same(Run(strategy).train(source, captured=False), expected)
+def read_one_by_one(strategy: str, source: Any, **options: Any) -> Run:
+    """Train, and check that each batch is read when the one before it was trained."""
+    read = 0
+
+    def counted() -> Iterator[Parts]:
+        nonlocal read
+        for batch in source:
+            read += 1
+            yield batch
+
+    def check(number: int, batch: Parts) -> None:
+        assert read == number + 1
+
+    return Run(strategy).train(counted(), captured=False, change=check, **options)
 
 
 @pytest.mark.parametrize("loader", ["ordinary", "page-locked-numpy", "on-the-gpu"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_depth_of_zero_reads_nothing_ahead(strategy: str, loader: str) -> None:
-    read = 0
-
-    def counted() -> Iterator[Parts]:
-        nonlocal read
-        for batch in refilled(some(), *LOADERS[loader], 1):
-            read += 1
-            yield batch
-
-    def check(number: int, batch: Parts) -> None:
-        assert read == number + 1
-
     expected = Run(strategy).train(some(), captured=False)
-    found = Run(strategy).train(counted(), captured=False, change=check, depth=0)
+    found = read_one_by_one(strategy, refilled(some(), *LOADERS[loader], 1), depth=0)
     assert_same(found, expected)
 
 
 @pytest.mark.parametrize("strategy", ["uncached", "static", "lru"])
 def test_strategies_that_know_no_batch_ahead_read_none(strategy: str) -> None:
-    read = 0
-
-    def counted() -> Iterator[Parts]:
-        nonlocal read
-        for batch in some(40):
-            read += 1
-            yield batch
-
-    def check(number: int, batch: Parts) -> None:
-        assert read == number + 1
-
-    Run(strategy).train(counted(), captured=False, change=check)
+    read_one_by_one(strategy, some(40))
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@either
 def test_jagged_ids_may_be_refilled(captured: bool) -> None:
     expected = Run("lookahead").train(some(jagged=True), captured=captured)
     source = refilled(some(jagged=True), pinned, by_numpy, 1)
@@ -243,7 +242,7 @@ class Samples(Dataset[Parts]):
         return {name: part[place % SIZE] for name, part in batch.items()}
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@either
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_workers_with_page_locked_memory(captured: bool) -> None:
     expected = Run("lookahead").train(some(), captured=captured)
@@ -266,10 +265,14 @@ def write_at(place: int, how: str) -> Callable[[int, Parts], None]:
     return change
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-@pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
-@pytest.mark.parametrize("place", [0, 50, STEPS - 1])
-@pytest.mark.parametrize("strategy", ["all-fast", "lookahead", "scratchpipe"])
+@either
+@pytest.mark.parametrize(
+    ("strategy", "place", "jagged"),
+    [
+        *itertools.product(AHEAD, (0, 50, STEPS - 1), (False, True)),
+        *((strategy, 50, False) for strategy in STRATEGIES if strategy not in AHEAD),
+    ],
+)
 def test_a_write_that_no_version_shows_is_an_error(
     strategy: str, place: int, jagged: bool, captured: bool
 ) -> None:
@@ -280,15 +283,7 @@ def test_a_write_that_no_version_shows_is_an_error(
     run.model.embedding.check()
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-@pytest.mark.parametrize("strategy", ["hybrid", "static-hybrid", "uncached", "static", "lru"])
-def test_also_with_other_strategies(strategy: str, captured: bool) -> None:
-    run = Run(strategy)
-    with pytest.raises(RuntimeError, match=r"batch 50 of this pass, .* ids were changed"):
-        run.train(some(), captured=captured, change=write_at(50, "data"))
-
-
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@either
 @pytest.mark.filterwarnings("ignore:these ids are not the ones")
 def test_a_write_that_a_version_shows_is_looked_up_as_it_is(captured: bool) -> None:
     batches = some()
@@ -310,10 +305,10 @@ def test_ids_of_32_bits_are_compared_as_they_are_now() -> None:
     for batch in batches:
         batch["ids"] = batch["ids"].int()
     for captured in (False, True):
-        Run("lookahead").train([dict(each) for each in batches], captured=captured)
+        Run("lookahead").train(map(dict, batches), captured=captured)
         with pytest.raises(RuntimeError, match=r"batch 50 of this pass, .* ids were changed"):
             Run("lookahead").train(
-                [dict(each) for each in batches], captured=captured, change=write_at(50, "data")
+                map(dict, batches), captured=captured, change=write_at(50, "data")
             )
 
 
@@ -347,8 +342,7 @@ SYSTEMS: dict[str, tuple[str, Callable[[], Any]]] = {
 @pytest.mark.filterwarnings("ignore:.*(search|reached|popular|inputs)")
 def test_systems_and_evaluation_may_be_given_a_loader_that_refills(system: str) -> None:
     strategy, make = SYSTEMS[system]
-    batches = [each | {"label": (each["label"] % 2)} for each in some()]
-    draw = torch.Generator().manual_seed(1)
+    batches, draw = some(), torch.Generator().manual_seed(1)
     for each in batches:
         each["label"] = torch.randint(0, 2, (SIZE,), generator=draw).double()
     losses, measured = [], []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hotrow
-from builders import RULES, Outcome, outcome, readout, tight_budget, variant
+from builders import RULES, outcome, readout, score_trainer, tight_budget, train, variant
 from builders import Case as Stream
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.host.rows import HostRows
@@ -84,21 +85,12 @@ def tight(name: str, rule: str = "adagrad", part: float = 1.0, **options: Any) -
 
 
 BUDGETED = ("lookahead", "lru", "static", "uncached", "scratchpipe")
+STATIC = hotrow.Budget((hotrow.Share(30, 8, True),), window_bytes=1 << 12)
 WAYS: dict[str, Any] = {
-    "all-fast": lambda rule="adagrad", **options: build("all-fast", rule, **options),
-    "cpu": lambda rule="adagrad", **options: build("cpu", rule, **options),
-    "hybrid": lambda rule="adagrad", **options: build("hybrid", rule, **options),
-    "static-hybrid": lambda rule="adagrad", **options: build(
-        "static-hybrid",
-        rule,
-        budget=hotrow.Budget((hotrow.Share(30, 8, True),), window_bytes=1 << 12),
-        **options,
-    ),
-    "chunked": lambda rule="adagrad", **options: tight("lookahead", rule, part=0.6, **options),
-    **{
-        name: lambda rule="adagrad", name=name, **options: tight(name, rule, **options)
-        for name in BUDGETED
-    },
+    **{name: partial(build, name) for name in ("all-fast", "cpu", "hybrid")},
+    "static-hybrid": partial(build, "static-hybrid", budget=STATIC),
+    "chunked": partial(tight, "lookahead", part=0.6),
+    **{name: partial(tight, name) for name in BUDGETED},
 }
 
 
@@ -123,15 +115,6 @@ class Plain(nn.Module):
         return vectors
 
 
-def train(embedding: Any, batches: Any = BATCHES) -> Outcome:
-    losses = []
-    for batch in hotrow.ahead(batches, embedding):
-        loss = readout(embedding(batch))
-        loss.backward()
-        losses.append(loss.detach().cpu())
-    return outcome(embedding, losses)
-
-
 def weights(embedding: Any, table: str) -> Tensor:
     return torch.cat([chunk for _, chunk in embedding.weights(table)])
 
@@ -152,6 +135,8 @@ def test_a_lookup_reads_the_stored_row(way: str) -> None:
     assert_reads(embedding.eval(), expected, BATCHES[0])
     with torch.inference_mode():
         assert_reads(embedding, expected, BATCHES[0])
+    ids = torch.tensor([[PADDING, PADDING, 29, 0], [1, PADDING, 2, 19]])  # a dense batch
+    assert_reads(embedding, dense_of(ids), ids)
 
 
 def test_a_new_collection_reads_zeros() -> None:
@@ -160,16 +145,6 @@ def test_a_new_collection_reads_zeros() -> None:
     assert not embedding(ids)["f"].any()
     assert not embedding(ids)["h"].any()
     assert embedding(ids)["g"].any()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_dense_batch_reads_it_too(way: str) -> None:
-    """One lookup per sample and feature."""
-    embedding = WAYS[way]()
-    ids = torch.tensor([[PADDING, PADDING, 29, 0], [1, PADDING, 2, 19]])
-    found = embedding(ids)
-    assert torch.equal(found["f"][0], weight_of(TABLES[0])[PADDING])
-    assert torch.equal(found["h"], weight_of(TABLES[1])[[29, 2]])
 
 
 @pytest.mark.parametrize("way", ["all-fast", "lookahead", "static-hybrid"])
@@ -182,20 +157,6 @@ def test_a_row_that_is_loaded_while_training_is_read(way: str) -> None:
         ids = batch.values()[: len(vectors["f"])]
         assert bool((vectors["f"][ids == PADDING] == step).all())
         readout(vectors).backward()
-
-
-def test_a_state_dict_brings_it() -> None:
-    state = build().state_dict()
-    embedding = tight_and_new("lookahead")
-    embedding.load_state_dict(state)
-    assert_reads(embedding, Plain()(BATCHES[0]), BATCHES[0])
-
-
-def tight_and_new(name: str) -> Any:
-    budget = tight_budget(CASE, BATCHES, variant(name).hold)
-    return hotrow.EmbeddingBagCollection(
-        TABLES, RULES["adagrad"], strategy=name, budget=budget, seed=9
-    )
 
 
 def test_an_exported_model_reads_it() -> None:
@@ -222,7 +183,7 @@ TORCH = {
 @pytest.mark.parametrize("rule", TORCH)
 @pytest.mark.parametrize("way", WAYS)
 def test_training_is_that_of_nn_embedding(way: str, rule: str) -> None:
-    embedding, plain = WAYS[way](rule), Plain()
+    embedding, plain = WAYS[way](rule=rule), Plain()
     optimizer: Any = TORCH[rule](plain.parameters())
     losses = []
     for batch in BATCHES:
@@ -231,7 +192,7 @@ def test_training_is_that_of_nn_embedding(way: str, rule: str) -> None:
         losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-    torch.testing.assert_close(train(embedding).losses, losses, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(train(embedding, BATCHES).losses, losses, rtol=1e-4, atol=1e-5)
     for table in TABLES:
         twin: Any = plain.tables[table.name]
         found = weights(embedding, table.name)
@@ -250,20 +211,9 @@ def assert_padding_rests(embedding: Any) -> None:
         assert not torch.equal(weights(embedding, table), weight_of(config))
 
 
-EXACT = ["lookahead", "chunked", "lru", "scratchpipe"]
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("way", EXACT)
-def test_strategies_agree_to_the_bit(way: str, rule: str) -> None:
-    embedding = WAYS[way](rule)
-    assert train(embedding).same_bits(train(build("all-fast", rule)))
-    assert_padding_rests(embedding)
-
-
 @pytest.mark.parametrize("way", ["all-fast", "lookahead", "hybrid", "static-hybrid"])
 def test_joined_and_scaled_gradients_leave_it_alone(way: str) -> None:
-    embedding = WAYS[way]("adam")
+    embedding = WAYS[way](rule="adam")
     embedding.grad_scale = 4.0
     with embedding.accumulate():
         for batch in BATCHES[:3]:
@@ -288,16 +238,11 @@ def test_gradients_of_padding_alone_are_not_looked_at(way: str) -> None:
     """nn.Embedding drops them, so one that is not finite does no harm."""
     embedding = WAYS[way](on_nonfinite="error")
     ids = torch.tensor([[PADDING, 1, 29, 0], [2, 4, 5, 6]])
-    found = embedding(ids)
-    (found["f"] * torch.tensor([[torch.nan], [1.0]])).sum().backward()
+    (embedding(ids)["f"] * torch.tensor([[torch.nan], [1.0]])).sum().backward()
     assert weights(embedding, "a").isfinite().all()
     assert not torch.equal(weights(embedding, "a")[2], weight_of(TABLES[0])[2])
     with pytest.raises(FloatingPointError, match="row 2 of table 'a'"):
         (embedding(ids)["f"] * torch.nan).sum().backward()
-    assert_padding_rests_at(embedding)
-
-
-def assert_padding_rests_at(embedding: Any) -> None:
     assert torch.equal(weights(embedding, "a")[PADDING], weight_of(TABLES[0])[PADDING])
 
 
@@ -365,13 +310,6 @@ def dense_of(ids: Tensor) -> dict[str, Tensor]:
     return {n: weight_of(t)[ids[:, k]] for k, (n, t) in enumerate(zip(names, owners, strict=True))}
 
 
-def test_it_is_counted_as_any_row() -> None:
-    embedding = tight("lookahead")
-    train(embedding)
-    traffic = embedding.traffic()
-    assert traffic.lookups == sum(len(batch.values()) for batch in BATCHES)
-
-
 # -- a GPU's engine ----------------------------------------------------------------------
 
 
@@ -392,52 +330,25 @@ def test_on_a_device(way: str, rule: str, device: str) -> None:
     right = train(expected.train(), batches)
     for name, value in on_cpu.weights.items():
         torch.testing.assert_close(right.weights[name], value, rtol=1e-4, atol=1e-5)
-    embedding = WAYS[way](rule, **options)
+    embedding = WAYS[way](rule=rule, **options)
     assert_reads(embedding.eval(), Plain()(BATCHES[0]), BATCHES[0])
     assert train(embedding.train(), batches).same_bits(right)
     assert_padding_rests(embedding)
-    assert_reads(embedding.eval(), plain_of(right), BATCHES[0])
-
-
-def plain_of(trained: Outcome) -> dict[str, Tensor]:
-    """What a lookup of the first batch gives with trained weights."""
-    twin = Plain()
-    for name, table in twin.tables.items():
-        table.weight.data = trained.weights[f"embedding_bags.{name}.weight"]
-    with torch.no_grad():
-        found: dict[str, Tensor] = twin(BATCHES[0])
-    return found
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_looked_at_gradients_on_a_device(device: str) -> None:
-    options = {"device": device, "engine": gpu_rows, "on_nonfinite": "error"}
-    embedding = tight("lookahead", "adam", **options)
-    for batch in BATCHES[:3]:
-        readout(embedding(to_device(batch, embedding.device))).backward()
-    assert_padding_rests(embedding)
+    looked_at = tight("lookahead", rule, on_nonfinite="error", **options)
+    train(looked_at, batches[:2])
+    assert_padding_rests(looked_at)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("way", ["hybrid", "static-hybrid"])
 def test_rows_that_cross_the_link(way: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = train(build("all-fast"))
+    expected = train(build("all-fast"), BATCHES)
     monkeypatch.setattr(HostRows, "rows_cross", lambda *_: True)
     embedding = WAYS[way](device=device)
-    found = train(embedding)
+    found = train(embedding, BATCHES)
     for name, value in expected.weights.items():
         torch.testing.assert_close(found.weights[name], value, rtol=1e-4, atol=1e-5)
     assert_padding_rests(embedding)
-
-
-class Scores(nn.Module):
-    def __init__(self, embedding: Any) -> None:
-        super().__init__()
-        self.embedding = embedding
-
-    def forward(self, batch: Tensor) -> Tensor:
-        scores: Tensor = self.embedding(batch).values().sum(1)
-        return scores
 
 
 @pytest.mark.gpu
@@ -458,12 +369,8 @@ def test_captured_steps_read_it_and_leave_it_alone(rule: str, slots: int) -> Non
     found = []
     for graphs in (True, False):
         embedding = build(rule=rule, device="cuda", **options)
-        trainer = hotrow.Trainer(
-            Scores(embedding), lambda found, wanted: (found - wanted).square(),
-            dense_optimizer=None, ids=lambda batch: batch,
-            labels=lambda batch: batch[:, 0].float(), device=embedding.device, graphs=graphs,
-        )  # fmt: skip
-        losses = [torch.tensor(record.loss) for record in trainer.run(batches)]
+        records = score_trainer(embedding, graphs=graphs).run(batches)
+        losses = [torch.tensor(record.loss) for record in records]
         found.append(outcome(embedding, losses))
         assert_padding_rests(embedding)
     assert found[0].same_bits(found[1])

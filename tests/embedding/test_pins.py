@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,34 +16,22 @@ from builders import (
     RULES,
     Case,
     Outcome,
+    all_fast,
+    budget_of,
     build,
+    learn,
     outcome,
     readout,
-    tight_budget,
+    train,
     unique_rows,
     variant,
 )
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.stages import LATE
-from hotrow.engine.strategy import Strategy
 from hotrow.inputs.hotset import popular
 
 STEPS = 12
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def budget_of(case: Case, batches: Sequence[Any], part: float, *, dense: bool) -> hotrow.Budget:
-    """Slots for a batch, and for a part of the rows beside it."""
-    budget = tight_budget(case, batches, variant("static").hold, dense_map=dense)
-    widths: dict[int, int] = {}
-    for table in case.tables:
-        widths[table.embedding_dim] = widths.get(table.embedding_dim, 0) + table.num_embeddings
-    # The largest batch, an eighth more of it, and what is to be pinned.
-    shares = [
-        replace(share, slots=2 * share.slots + 2 + int(part * rows))
-        for share, rows in zip(budget.shares, widths.values(), strict=True)
-    ]
-    return replace(budget, shares=tuple(shares))
 
 
 def some_rows(case: Case, seed: int, part: float = 0.3) -> dict[str, Tensor]:
@@ -54,15 +42,6 @@ def some_rows(case: Case, seed: int, part: float = 0.3) -> dict[str, Tensor]:
         ]
         for table in case.tables
     }
-
-
-def learn(embedding: Any, batches: Sequence[Any]) -> list[Tensor]:
-    losses = []
-    for batch in hotrow.ahead(batches, embedding):
-        loss = readout(embedding(batch))
-        loss.backward()
-        losses.append(loss.detach())
-    return losses
 
 
 def learn_with_pins(
@@ -79,11 +58,6 @@ def learn_with_pins(
         embedding.check()
         losses += learn(embedding, batches[place * step : (place + 1) * step])
     return outcome(embedding, losses)
-
-
-def all_fast(case: Case, rule: str, batches: list[Any], **options: Any) -> Outcome:
-    embedding = build(case, rule, **options)
-    return outcome(embedding, learn(embedding, batches))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -108,21 +82,6 @@ def test_pins_change_no_bit_whoever_leaves(victims: str, late: bool) -> None:
     if late:
         embedding.pipeline.move_in(LATE)
     assert learn_with_pins(embedding, batches, hot).same_bits(all_fast(case, "adam", batches))
-
-
-def test_a_batch_finds_pinned_rows_at_once() -> None:
-    """Nothing is fetched for a batch of them, not even for the first after pinning."""
-    case = CASES["one-hot"]
-    batches = case.batches(STEPS)
-    embedding = build(case, "adagrad", "static", budget=budget_of(case, batches, 1.0, dense=True))
-    embedding.reserve_like(batches[0])
-    every = {table.name: torch.arange(table.num_embeddings) for table in case.tables}
-    pinned = embedding.pin_rows(every)
-    assert pinned.num_rows == 100
-    learn(embedding, batches)
-    traffic = embedding.traffic()
-    assert traffic.fetched_rows == traffic.evicted_rows == 0
-    assert traffic.lookups > 0
 
 
 def test_pins_stay_and_nothing_is_learned() -> None:
@@ -166,28 +125,6 @@ def test_rows_given_twice_take_one_slot_and_padding_that_is_read_is_pinned() -> 
     assert pinned.rows("b").tolist() == [2]  # likewise
     assert int((embedding.groups[0].memory.pad.row_of_slot >= 0).sum()) == 4
     assert outcome(embedding, learn(embedding, batches)).same_bits(all_fast(case, "sgd", batches))
-
-
-def test_pins_give_way_to_a_larger_batch_and_the_version_tells() -> None:
-    case = CASES["one-hot"]
-    generator = torch.Generator().manual_seed(0)
-    small = [torch.randint(40, (2, 2), generator=generator) for _ in range(6)]
-    large = [torch.randint(40, (30, 2), generator=generator) for _ in range(3)]
-    budget = hotrow.Budget(
-        (hotrow.Share(40, buffer_rows=64, dense_map=True),), window_bytes=1 << 20
-    )
-    embedding = build(case, "adam", "static", budget=budget)
-    embedding.reserve_like(small[0])
-    pinned = embedding.pin_rows({"a": torch.arange(40), "b": torch.arange(40)})
-    assert pinned.num_rows > 30
-    version = embedding.pins_version
-    losses = learn(embedding, small)
-    assert embedding.pins_version == version
-    with pytest.warns(UserWarning, match="does not fit"):
-        losses += learn(embedding, large)
-    assert embedding.pins_version != version
-    expected = all_fast(case, "adam", small + large)
-    assert outcome(embedding, losses).same_bits(expected)
 
 
 def test_gradients_that_come_after_pinning_are_not_lost() -> None:
@@ -235,15 +172,52 @@ def test_nobody_knows_how_large_batches_are_before_somebody_says_so() -> None:
     assert embedding.room_for_pins()[4] == embedding.num_slots - 18
 
 
-def test_rows_that_no_table_has_are_refused_and_nothing_changes() -> None:
-    embedding = build(CASES["one-hot"], "sgd", "static", budget=4096)
-    embedding.reserve(4)
+# -- on both engines ---------------------------------------------------------------------
+
+
+ON_DEVICE: dict[str, Any] = {"device": DEVICE, "engine": gpu_rows}
+
+
+@pytest.fixture(params=[{}, ON_DEVICE], ids=["cpu", "device"])
+def engine(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return request.param
+
+
+def test_a_batch_finds_pinned_rows_at_once(engine: dict[str, Any]) -> None:
+    """Nothing is fetched for a batch of them, not even for the first after pinning."""
+    case = CASES["one-hot"]
+    batches = case.batches(3)
+    budget = budget_of(case, batches, 1.0, dense=not engine)
+    embedding = build(case, "adagrad", "static", budget=budget, **engine)
+    embedding.reserve_like(batches[0])
+    learn(embedding, batches[:1])
+    before = embedding.traffic().fetched_rows
+    pinned = embedding.pin_rows({"a": torch.arange(60), "b": torch.arange(40)})
+    assert pinned.num_rows == 100
+    for batch in batches:
+        assert bool(popular(embedding.pipeline.prepare(batch).batch, pinned).all())
+    learn(embedding, batches[1:])
+    assert embedding.traffic().fetched_rows == before > 0
+
+
+def test_pins_give_way_to_a_larger_batch_and_the_version_tells(engine: dict[str, Any]) -> None:
+    case = CASES["one-hot"]
+    generator = torch.Generator().manual_seed(0)
+    small = [torch.randint(40, (2, 2), generator=generator) for _ in range(2)]
+    large = [torch.randint(40, (30, 2), generator=generator) for _ in range(2)]
+    budget = hotrow.Budget((hotrow.Share(40, 64, True),), window_bytes=1 << 20)
+    embedding = build(case, "adam", "static", budget=budget, **engine)
+    embedding.reserve_like(small[0])
+    pinned = embedding.pin_rows({"a": torch.arange(40), "b": torch.arange(40)})
+    assert pinned.num_rows > 30
     version = embedding.pins_version
-    with pytest.raises(ValueError, match="no row 60"):
-        embedding.pin_rows({"a": torch.tensor([60])})
-    with pytest.raises(KeyError, match="no table 'c'"):
-        embedding.pin_rows({"c": torch.tensor([0])})
+    losses = learn(embedding, small)
     assert embedding.pins_version == version
+    with pytest.warns(UserWarning, match="does not fit"):
+        losses += learn(embedding, large)
+    assert embedding.pins_version != version
+    expected = all_fast(case, "adam", small + large, **engine)
+    assert outcome(embedding, losses).same_bits(expected)
 
 
 # -- a slot for every row ----------------------------------------------------------------
@@ -251,18 +225,11 @@ def test_rows_that_no_table_has_are_refused_and_nothing_changes() -> None:
 
 def whole_budget(case: Case, *, spare: int = 0, dense: bool = True) -> hotrow.Budget:
     """Return a budget with a slot for every row, and some more."""
-    widths: dict[int, int] = {}
+    rows = Counter({table.embedding_dim: 0 for table in case.tables})
     for table in case.tables:
-        widths[table.embedding_dim] = widths.get(table.embedding_dim, 0) + table.num_embeddings
-    shares = [
-        hotrow.Share(rows + spare, buffer_rows=64, dense_map=dense) for rows in widths.values()
-    ]
+        rows[table.embedding_dim] += table.num_embeddings
+    shares = [hotrow.Share(count + spare, 64, dense) for count in rows.values()]
     return hotrow.Budget(tuple(shares), window_bytes=1 << 20)
-
-
-def profile_of(case: Case) -> hotrow.Profile:
-    """Return counts under which every other row is hot."""
-    return {table.name: torch.arange(table.num_embeddings) % 2 for table in case.tables}
 
 
 def count_rows(case: Case, batches: Sequence[Any]) -> int:
@@ -270,30 +237,47 @@ def count_rows(case: Case, batches: Sequence[Any]) -> int:
     return sum(len(set().union(*ids)) for ids in unique_rows(case, batches))
 
 
-@pytest.mark.parametrize("spare", [0, 7])
-@pytest.mark.parametrize("pins", ["learned", "profile", "given"])
-@pytest.mark.parametrize("name", ["one-hot", "two-widths"])
-def test_with_a_slot_for_every_row_none_leaves(name: str, pins: str, spare: int) -> None:
+SLOW = pytest.mark.slow  # Triton's interpreter
+
+
+@pytest.mark.parametrize(
+    ("name", "pins", "spare", "engine"),
+    [
+        *(
+            (name, pins, spare, {})
+            for name in ("one-hot", "two-widths")
+            for pins in ("learned", "profile", "given")
+            for spare in (0, 7)
+        ),
+        pytest.param("one-hot", "learned", 0, ON_DEVICE, marks=SLOW),
+        pytest.param("two-widths", "profile", 0, ON_DEVICE, marks=SLOW),
+        ("one-hot", "given", 0, ON_DEVICE),
+    ],
+)
+def test_with_a_slot_for_every_row_none_leaves(
+    name: str, pins: str, spare: int, engine: dict[str, Any]
+) -> None:
     case = CASES[name]
-    batches = case.batches(40)  # pins are learned after 16 and after 32
-    profile = profile_of(case) if pins == "profile" else None
-    budget = whole_budget(case, spare=spare)
-    embedding = build(case, "adam", "static", budget=budget, profile=profile)
+    batches = case.batches(20 if pins == "learned" else 8)  # pins are learned after 16
+    hot = {table.name: torch.arange(table.num_embeddings) % 2 for table in case.tables}
+    budget = whole_budget(case, spare=spare, dense=not engine)
+    profile = hot if pins == "profile" else None
+    embedding = build(case, "adam", "static", budget=budget, profile=profile, **engine)
     if pins == "given":
         embedding.reserve_like(batches[0])
         embedding.pin_rows(some_rows(case, 0))
-    found = outcome(embedding, learn(embedding, batches))
+    found = train(embedding, batches)
     traffic = embedding.traffic()
     assert traffic.evicted_rows == 0
     assert traffic.fetched_rows <= count_rows(case, batches)  # each once, if it was not pinned
-    assert found.same_bits(all_fast(case, "adam", batches))
+    assert found.same_bits(all_fast(case, "adam", batches, **engine))
 
 
 def test_uncached_fetches_rows_anew_also_with_a_slot_for_every_row() -> None:
     case = CASES["one-hot"]
     batches = case.batches(12)
     embedding = build(case, "adam", "uncached", budget=whole_budget(case))
-    found = outcome(embedding, learn(embedding, batches))
+    found = train(embedding, batches)
     traffic = embedding.traffic()
     assert traffic.fetched_rows == traffic.unique_rows > count_rows(case, batches)
     assert found.same_bits(all_fast(case, "adam", batches))
@@ -309,102 +293,25 @@ def test_every_row_can_be_pinned_where_each_has_a_slot() -> None:
 
 # -- on a device -------------------------------------------------------------------------
 
-
-ON_DEVICE: dict[str, Any] = {"device": DEVICE, "engine": gpu_rows}
-
-
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize(
-    ("name", "rule", "dense"),
-    [("one-hot", "adam", True), ("two-widths", "adagrad", False), ("multi-hot", "row-wise", True)],
-)
-def test_pins_on_a_device_change_no_bit(name: str, rule: str, dense: bool) -> None:
-    case = CASES[name]
-    batches = case.batches(6)
-    hot = [some_rows(case, seed) for seed in range(2)]
-    strategy: Strategy = variant("static", victims="random")
-    budget = budget_of(case, batches, 0.4, dense=dense)
-    embedding = build(case, rule, strategy, budget=budget, **ON_DEVICE)
-    embedding.pipeline.move_in(LATE)
-    found = learn_with_pins(embedding, batches, hot)
-    assert found.same_bits(all_fast(case, rule, batches, **ON_DEVICE))
-
-
-def test_a_batch_on_a_device_finds_pinned_rows_at_once() -> None:
-    case = CASES["one-hot"]
-    batches = case.batches(3)
-    budget = budget_of(case, batches, 1.0, dense=False)
-    embedding = build(case, "adagrad", "static", budget=budget, **ON_DEVICE)
-    embedding.reserve_like(batches[0])
-    learn(embedding, batches[:1])
-    before = embedding.traffic().fetched_rows
-    pinned = embedding.pin_rows({"a": torch.arange(60), "b": torch.arange(40)})
-    assert pinned.num_rows == 100
-    assert all(bool(popular_in(embedding, pinned, batch).all()) for batch in batches)
-    learn(embedding, batches[1:])
-    assert embedding.traffic().fetched_rows == before
-
-
-def popular_in(embedding: Any, hot: Any, batch: Any) -> Tensor:
-    return popular(embedding.pipeline.prepare(batch).batch, hot)
-
-
-def test_pins_on_a_device_give_way_and_the_version_tells() -> None:
-    case = CASES["one-hot"]
-    generator = torch.Generator().manual_seed(0)
-    small = [torch.randint(40, (2, 2), generator=generator) for _ in range(2)]
-    large = [torch.randint(40, (30, 2), generator=generator) for _ in range(2)]
-    budget = hotrow.Budget(
-        (hotrow.Share(40, buffer_rows=64, dense_map=True),), window_bytes=1 << 20
-    )
-    embedding = build(case, "adam", "static", budget=budget, **ON_DEVICE)
-    embedding.reserve_like(small[0])
-    embedding.pin_rows({"a": torch.arange(40), "b": torch.arange(40)})
-    version = embedding.pins_version
-    losses = learn(embedding, small)
-    assert embedding.pins_version == version
-    with pytest.warns(UserWarning, match="does not fit"):
-        losses += learn(embedding, large)
-    assert embedding.pins_version != version
-    expected = all_fast(case, "adam", small + large, **ON_DEVICE)
-    assert outcome(embedding, losses).same_bits(expected)
+GPU = [pytest.mark.gpu, pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")]
 
 
 @pytest.mark.parametrize(
-    ("name", "pins", "dense"),
+    ("name", "rule", "steps"),
     [
-        pytest.param("one-hot", "learned", True, marks=pytest.mark.slow),
-        pytest.param("two-widths", "profile", False, marks=pytest.mark.slow),
-        ("one-hot", "given", False),
+        ("one-hot", "adam", 6),
+        pytest.param("two-widths", "adagrad", 6, marks=SLOW),
+        pytest.param("multi-hot", "row-wise", 6, marks=SLOW),
+        *(pytest.param(name, rule, STEPS, marks=GPU) for name in CASES for rule in RULES),
     ],
 )
-def test_with_a_slot_for_every_row_none_leaves_a_device(name: str, pins: str, dense: bool) -> None:
+def test_pins_on_a_device_change_no_bit(name: str, rule: str, steps: int) -> None:
     case = CASES[name]
-    batches = case.batches(20 if pins == "learned" else 8)  # pins are learned after 16
-    profile = profile_of(case) if pins == "profile" else None
-    budget = whole_budget(case, dense=dense)
-    embedding = build(case, "adam", "static", budget=budget, profile=profile, **ON_DEVICE)
-    if pins == "given":
-        embedding.reserve_like(batches[0])
-        embedding.pin_rows(some_rows(case, 0))
-    losses = learn(embedding, batches)
-    traffic = embedding.traffic()
-    assert traffic.evicted_rows == 0
-    assert traffic.fetched_rows <= count_rows(case, batches)
-    expected = all_fast(case, "adam", batches, **ON_DEVICE)
-    assert outcome(embedding, losses).same_bits(expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("rule", RULES)
-def test_pins_on_a_gpu_change_no_bit(rule: str, name: str) -> None:
-    case = CASES[name]
-    batches = case.batches(STEPS)
-    hot = [some_rows(case, seed) for seed in range(3)]
+    batches = case.batches(steps)
+    hot = [some_rows(case, seed) for seed in range(steps // 3)]
+    strategy = variant("static", victims="random")
     budget = budget_of(case, batches, 0.4, dense=rule != "adam")
-    embedding = build(case, rule, "static", budget=budget, **ON_DEVICE)
+    embedding = build(case, rule, strategy, budget=budget, **ON_DEVICE)
     embedding.pipeline.move_in(LATE)
     found = learn_with_pins(embedding, batches, hot)
     assert found.same_bits(all_fast(case, rule, batches, **ON_DEVICE))

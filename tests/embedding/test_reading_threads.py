@@ -4,161 +4,38 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hotrow
 from builders import SCHEDULES, variant
-from hotrow.support.threads import _FEW_LOOKUPS, RowLock, TrainingThread
-
-TABLES = [
-    hotrow.EmbeddingBagConfig("user", 400, 4, ["user"]),
-    hotrow.EmbeddingBagConfig("item", 300, 4, ["item", "last"]),
-    hotrow.EmbeddingBagConfig("shop", 50, 6, ["shop"]),
-]
-BUDGETED = ["uncached", "static", "lru", "scratchpipe", "lookahead"]
-STRATEGIES = [*BUDGETED, "all-fast", "cpu", "hybrid", "static-hybrid"]
-STEPS = 30
-
-
-def collection(strategy: Any, device: str = "cpu", **options: Any) -> hotrow.EmbeddingBagCollection:
-    return hotrow.EmbeddingBagCollection(
-        TABLES, hotrow.Adam(lr=0.05), budget="60%", strategy=strategy, device=device, seed=3,
-        **options,
-    )  # fmt: skip
-
-
-def batches(count: int, device: str = "cpu") -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    sizes = [table.num_embeddings for table in TABLES for _ in table.feature_names]
-    columns = [torch.randint(n, (count, 24), generator=generator) for n in sizes]
-    return list(torch.stack(columns, dim=2).to(device))
-
-
-def probes(device: str = "cpu") -> list[Tensor]:
-    return batches(STEPS + 4, device)[STEPS:]
-
-
-def vectors(embedding: hotrow.EmbeddingBagCollection, ids: Tensor) -> Tensor:
-    with torch.no_grad():
-        return embedding(ids).values().cpu()
-
-
-def train(
-    embedding: hotrow.EmbeddingBagCollection,
-    after_step: Callable[[int], None] = lambda step: None,
-    data: list[Tensor] | None = None,
-    device: str = "cpu",
-) -> None:
-    data = batches(STEPS, device) if data is None else data
-    for step, ids in enumerate(hotrow.ahead(data, embedding)):
-        embedding(ids).values().square().mean().backward()
-        after_step(step)
-
-
-def every_row(embedding: hotrow.EmbeddingBagCollection) -> Tensor:
-    tables = [torch.cat([rows for _, rows in embedding.rows(t.name)]).flatten() for t in TABLES]
-    return torch.cat(tables)
-
-
-@contextmanager
-def readers(count: int, read: Callable[[], None]) -> Iterator[None]:
-    """Threads that read again and again; what fails in one of them fails here."""
-    stop, errors = threading.Event(), []
-
-    def run() -> None:
-        try:
-            while not stop.is_set():
-                read()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, name=f"reader-{n}") for n in range(count)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    if errors:
-        raise errors[0]
-
-
-class Steps:
-    """Which step has ended, and what probes read after each one when nobody else reads."""
-
-    def __init__(self, alone: hotrow.EmbeddingBagCollection, device: str = "cpu") -> None:
-        self.probes = probes(device)
-        self.history = [self._read(alone)]
-        train(alone, lambda step: self.history.append(self._read(alone)), device=device)
-        self.rows = every_row(alone)
-        self.ended = 0
-        self.reads = 0
-
-    def _read(self, embedding: hotrow.EmbeddingBagCollection) -> list[Tensor]:
-        return [vectors(embedding, ids) for ids in self.probes]
-
-    def end(self, step: int) -> None:
-        self.ended = step + 1
-
-    def check(self, embedding: hotrow.EmbeddingBagCollection) -> None:
-        """One read equals what was read alone, after a step between the call and its return."""
-        place = self.reads % len(self.probes)
-        first = self.ended
-        found = vectors(embedding, self.probes[place])
-        last = min(self.ended + 1, len(self.history) - 1)  # one may have ended, and not said so
-        self.reads += 1
-        steps = range(first, last + 1)
-        assert any(torch.equal(found, self.history[step][place]) for step in steps), (
-            f"vectors of no step from {first} to {last}"
-        )
-
-
-def check_beside_training(make: Callable[[], Any], device: str = "cpu", count: int = 4) -> None:
-    alone, shared = make(), make()
-    steps = Steps(alone, device)
-    with readers(count, lambda: steps.check(shared)):
-        train(shared, steps.end, device=device)
-    assert steps.reads >= count
-    assert torch.equal(every_row(shared), steps.rows)
+from hotrow.support.threads import _FEW_LOOKUPS, RowLock
+from thread_checks import (
+    STRATEGIES,
+    batches,
+    check_beside_training,
+    collection,
+    every_row,
+    in_thread,
+    probes,
+    readers,
+    run_all,
+    train,
+    vectors,
+)
 
 
 @pytest.mark.thinned(2)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *SCHEDULES])
 def test_threads_read_finished_steps_beside_training(strategy: str) -> None:
-    check_beside_training(lambda: collection(strategy))
-
-
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_threads_read_beside_every_schedule(schedule: str) -> None:
-    strategy = variant("lookahead", schedule, victims="random")
-    check_beside_training(lambda: collection(strategy), count=2)
-
-
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_threads_share_a_collection_for_inference(strategy: str) -> None:
-    embedding = collection(strategy)
-    train(embedding)
-    mine = probes()
-    wanted = {id(ids): vectors(embedding, ids) for ids in mine}
-
-    def read() -> None:
-        for ids in mine:
-            assert torch.equal(vectors(embedding, ids), wanted[id(ids)])
-
-    with readers(4, read):
-        time.sleep(0.3)
+    chosen: Any = strategy
+    if strategy in SCHEDULES:
+        chosen = variant("lookahead", strategy, victims="random")
+    check_beside_training(lambda: collection(chosen))
 
 
 @pytest.mark.parametrize("strategy", ["lookahead", "scratchpipe", "hybrid"])
@@ -242,21 +119,6 @@ def test_reads_in_several_parts_have_the_same_bits(
 # -- threads that train ------------------------------------------------------------------
 
 
-def in_thread(work: Callable[[], Any], name: str = "second") -> BaseException | None:
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run, name=name)
-    thread.start()
-    thread.join()
-    return raised[0] if raised else None
-
-
 def test_a_second_thread_that_trains_is_refused_by_name() -> None:
     embedding = collection("lookahead")
     ids = batches(1)[0]
@@ -323,8 +185,7 @@ def test_readers_share_and_writers_exclude() -> None:
         with lock.reading():
             together.wait()  # all four are inside
 
-    with readers_once(4, read):
-        pass
+    run_all(*[read] * 4)
 
     def write() -> None:
         with lock.writing(), lock.writing(), lock.reading():
@@ -333,27 +194,7 @@ def test_readers_share_and_writers_exclude() -> None:
             assert inside == [1]
             inside.clear()
 
-    with readers_once(6, lambda: [write() for _ in range(20)]):
-        pass
-
-
-@contextmanager
-def readers_once(count: int, work: Callable[[], Any]) -> Iterator[None]:
-    errors = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    yield
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
+    run_all(*[lambda: [write() for _ in range(20)]] * 6)
 
 
 def test_small_reads_take_turns_and_large_ones_do_not() -> None:
@@ -370,16 +211,14 @@ def test_small_reads_take_turns_and_large_ones_do_not() -> None:
                 assert inside == [1]
                 inside.clear()
 
-    with readers_once(4, read):
-        pass
+    run_all(*[read] * 4)
     together = threading.Barrier(4, timeout=5)
 
     def read_large() -> None:
         with large:
             together.wait()  # all four are inside
 
-    with readers_once(4, read_large):
-        pass
+    run_all(*[read_large] * 4)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -393,10 +232,12 @@ def test_a_thread_that_holds_the_lock_does_not_wait_for_its_turn(shared: bool, h
             has_turn.set()
             assert is_done.wait(5)
 
-    with hold(lock), readers_once(1, read_elsewhere):
+    with hold(lock), ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read_elsewhere)
         assert has_turn.wait(5)
         with lock.turn(1, beside_training=True):
             is_done.set()
+        reading.result()
 
 
 def test_a_writer_is_not_kept_waiting_by_readers_that_come_and_go() -> None:
@@ -412,15 +253,6 @@ def test_a_writer_is_not_kept_waiting_by_readers_that_come_and_go() -> None:
             with lock.writing():
                 pass
         assert time.perf_counter() - begun < 5
-
-
-def test_the_modes_of_threads() -> None:
-    thread = TrainingThread()
-    thread.look_up()
-    in_thread(lambda: setattr(thread, "mode", False))
-    assert thread.mode
-    thread.mode = False
-    assert not thread.mode
 
 
 def test_a_loop_that_is_refused_leaves_the_other_thread_alone() -> None:
@@ -450,21 +282,3 @@ def test_checkpoints_are_saved_and_loaded_by_the_thread_that_trains(tmp_path: An
     stream.close()
     assert in_thread(lambda: hotrow.save_checkpoint(tmp_path, embedding, step=2)) is None
     assert in_thread(lambda: hotrow.load_checkpoint(tmp_path, embedding)) is None
-
-
-def test_a_thread_that_trains_in_an_eval_mode_of_its_own_is_warned() -> None:
-    model = torch.nn.ModuleDict({"rows": collection("lookahead")})
-    embedding: Any = model["rows"]
-    train(embedding)
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(model.eval).result()  # holds for that thread, because this one has trained
-        model.train()
-
-        def iterate() -> None:
-            for ids in hotrow.ahead(batches(5), model):
-                embedding(ids)
-
-        with pytest.warns(UserWarning, match=r"in eval\(\) mode"):
-            pool.submit(iterate).result()
-        pool.submit(model.train).result()
-        pool.submit(iterate).result()  # without a warning

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import threading
-import warnings
 import weakref
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from queue import Queue
 from typing import Any
 
@@ -93,42 +92,34 @@ def run(
 # -- loaders -------------------------------------------------------------------------------
 
 
-def into_tensors(batches: list[Parts], buffers: int = 1) -> Iterator[Parts]:
-    """Refills tensors in a way that torch's versions see."""
-    rooms = [{name: torch.empty_like(x) for name, x in batches[0].items()} for _ in range(buffers)]
+def by_data(there: Tensor, part: Tensor) -> None:
+    """Write in a way that torch's versions do not see."""
+    there.data.copy_(part)
+
+
+def by_numpy(there: Tensor, part: Tensor) -> None:
+    there.numpy()[:] = part.numpy()
+
+
+def refilled(
+    batches: list[Parts], write: Any = Tensor.copy_, buffers: int = 1, *, anew: bool = False
+) -> Iterator[Parts]:
+    """Fill the same memory for each batch; `anew`: every batch has new tensors of that memory."""
+    rooms = copies(batches[:1] * buffers)
     for number, batch in enumerate(batches):
         room = rooms[number % buffers]
         for name, part in batch.items():
-            room[name].copy_(part)
-        yield dict(room)
+            write(room[name], part)
+        yield (
+            {name: torch.from_numpy(x.numpy()) for name, x in room.items()} if anew else room.copy()
+        )
 
 
-def into_data(batches: list[Parts], buffers: int = 1) -> Iterator[Parts]:
-    """Refills tensors in a way that torch's versions do not see."""
-    rooms = [{name: torch.empty_like(x) for name, x in batches[0].items()} for _ in range(buffers)]
-    for number, batch in enumerate(batches):
-        room = rooms[number % buffers]
-        for name, part in batch.items():
-            room[name].data.copy_(part)
-        yield dict(room)
-
-
-def into_arrays(batches: list[Parts], buffers: int = 1) -> Iterator[Parts]:
-    """Refills numpy's arrays, of which every batch has new tensors."""
-    rooms = [{name: x.numpy().copy() for name, x in batches[0].items()} for _ in range(buffers)]
-    for number, batch in enumerate(batches):
-        room = rooms[number % buffers]
-        for name, part in batch.items():
-            room[name][:] = part.numpy()
-        yield {name: torch.from_numpy(array) for name, array in room.items()}
-
-
-def into_one_dict(batches: list[Parts], buffers: int = 1) -> Iterator[Parts]:
+def into_one_dict(batches: list[Parts]) -> Iterator[Parts]:
     """The tensors are new ones, but the dict that holds them is the same."""
-    rooms: list[Parts] = [{} for _ in range(buffers)]
-    for number, batch in enumerate(batches):
-        room = rooms[number % buffers]
-        room.update({name: part.clone() for name, part in batch.items()})
+    room: Parts = {}
+    for batch in copies(batches):
+        room.update(batch)
         yield room
 
 
@@ -156,15 +147,15 @@ def by_a_thread(batches: list[Parts], buffers: int = 8) -> Iterator[Parts]:
     thread.join()
 
 
-REFILLS = {
-    "one-tensor": into_tensors,
-    "two-tensors": lambda batches: into_tensors(batches, 2),
-    "three-tensors": lambda batches: into_tensors(batches, 3),
-    "data": into_data,
-    "three-data": lambda batches: into_data(batches, 3),
-    "one-array": into_arrays,
-    "two-arrays": lambda batches: into_arrays(batches, 2),
-    "three-arrays": lambda batches: into_arrays(batches, 3),
+REFILLS: dict[str, Callable[[list[Parts]], Iterator[Parts]]] = {
+    "one-tensor": refilled,
+    "two-tensors": partial(refilled, buffers=2),
+    "three-tensors": partial(refilled, buffers=3),
+    "data": partial(refilled, write=by_data),
+    "three-data": partial(refilled, write=by_data, buffers=3),
+    "one-array": partial(refilled, write=by_numpy, anew=True),
+    "two-arrays": partial(refilled, write=by_numpy, buffers=2, anew=True),
+    "three-arrays": partial(refilled, write=by_numpy, buffers=3, anew=True),
     "one-dict": into_one_dict,
     "thread": by_a_thread,
 }
@@ -204,10 +195,10 @@ class Plain:
 
 
 class Slotted:
-    __slots__ = ("dense", "ids", "label")
+    __slots__ = ("ids", "rest")
 
     def __init__(self, parts: Parts) -> None:
-        self.ids, self.dense, self.label = parts["ids"], parts["dense"], parts["label"]
+        self.ids, self.rest = parts["ids"], {name: parts[name] for name in ("dense", "label")}
 
 
 class Forbidden:
@@ -215,13 +206,6 @@ class Forbidden:
         raise AssertionError("nothing of a loader is copied but its batches")
 
     __deepcopy__ = __copy__
-
-
-class Slots:
-    __slots__ = ("parts",)
-
-    def __init__(self, parts: Parts) -> None:
-        self.parts = dict(parts)
 
 
 class Called(Plain):
@@ -246,7 +230,10 @@ class ReadOnly(Mapping[str, Tensor]):
 class Listed(list[Tensor]):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts.values())
-        self.names = tuple(parts)
+
+
+def named(batch: Any) -> Parts:
+    return dict(zip(("ids", "dense", "label"), batch, strict=True))
 
 
 class Nested:
@@ -254,21 +241,8 @@ class Nested:
         self.inner = Plain(parts)
 
 
-def jagged(parts: Parts) -> Any:
-    """Ids feature by feature, one for each sample, and their offsets."""
-    return hotrow.KeyedJaggedTensor(
-        ["f", "g"],
-        parts["ids"].view(2, SIZE).flatten(),
-        offsets=torch.arange(2 * SIZE + 1),
-        weights=parts["dense"][:, :2].t().flatten(),
-    )
-
-
 FORMS: dict[str, tuple[Callable[[Parts], Any], Callable[[Any], Parts]]] = {
-    "tuple": (
-        lambda parts: tuple(parts.values()),
-        lambda batch: dict(zip(("ids", "dense", "label"), batch, strict=True)),
-    ),
+    "tuple": (lambda parts: tuple(parts.values()), named),
     "nested": (
         lambda parts: [{"in": {"ids": parts["ids"]}}, (parts["dense"], [parts["label"]])],
         lambda b: {"ids": b[0]["in"]["ids"], "dense": b[1][0], "label": b[1][1][0]},
@@ -276,15 +250,11 @@ FORMS: dict[str, tuple[Callable[[Parts], Any], Callable[[Any], Parts]]] = {
     "mapping": (UserDict, lambda batch: batch.data),
     "dataclass": (lambda parts: Frozen(**parts), vars),
     "object": (Plain, vars),
-    "slots": (Slotted, lambda b: {"ids": b.ids, "dense": b.dense, "label": b.label}),
-    "more slots": (Slots, lambda batch: batch.parts),
+    "slots": (Slotted, lambda batch: {"ids": batch.ids, **batch.rest}),
     "called": (Called, vars),
     "read-only": (ReadOnly, lambda batch: batch.parts),
-    "listed": (Listed, lambda batch: dict(zip(batch.names, batch, strict=True))),
-    "deque": (
-        lambda parts: deque(parts.values()),
-        lambda batch: dict(zip(("ids", "dense", "label"), batch, strict=True)),
-    ),
+    "listed": (Listed, named),
+    "deque": (lambda parts: deque(parts.values()), named),
 }
 
 
@@ -293,7 +263,16 @@ FORMS: dict[str, tuple[Callable[[Parts], Any], Callable[[Any], Parts]]] = {
 def test_batches_of_any_form_are_copied_as_they_are(refill: str, form: str) -> None:
     make, parts = FORMS[form]
     loader = (make(each) for each in REFILLS[refill](some()))
-    assert run("lookahead", loader, parts).same_as(run("lookahead", copies(some())))
+    assert run("lookahead", loader, parts).same_as(expected_of("lookahead"))
+
+
+def test_a_copy_is_of_the_class_that_the_loader_gave() -> None:
+    batch = Plain(some(1)[0])
+    (found,) = hotrow.ahead(iter([batch]), build("lookahead"), ids=lambda b: b.ids)
+    assert type(found) is Plain
+    assert found is not batch
+    assert found.source is batch.source
+    assert torch.equal(found.label, batch.label)
 
 
 def test_jagged_ids_in_an_object_are_copied() -> None:
@@ -304,7 +283,7 @@ def test_jagged_ids_in_an_object_are_copied() -> None:
             batch.ids = hotrow.KeyedJaggedTensor(["f", "g"], values, offsets=offsets)
             yield batch
 
-    stream = hotrow.ahead(loader(into_tensors(some())), build("lookahead"), ids=lambda b: b.ids)
+    stream = hotrow.ahead(loader(refilled(some())), build("lookahead"), ids=lambda b: b.ids)
     found = [(b.ids.values().clone(), b.label.clone()) for b in stream]
     for (ids, label), parts in zip(found, some(), strict=True):
         assert torch.equal(ids, parts["ids"].flatten())
@@ -312,30 +291,9 @@ def test_jagged_ids_in_an_object_are_copied() -> None:
 
 
 def test_ids_in_an_object_that_is_not_copied_are_an_error() -> None:
-    loader = map(Nested, into_tensors(some()))
+    loader = map(Nested, refilled(some()))
     with pytest.raises(RuntimeError, match=r"batch 0 of this pass.* its ids"):
         list(hotrow.ahead(loader, build("lookahead"), ids=lambda b: b.inner.ids))
-
-
-def test_jagged_ids_and_weights_are_copied() -> None:
-    def loop(loader: Any) -> list[Tensor]:
-        embedding, seen = build("lookahead"), []
-        for batch in hotrow.ahead(loader, embedding):
-            out = embedding(batch).values()
-            out.square().sum().backward()
-            seen.append(out.detach())
-        return seen
-
-    room = jagged(some()[0])
-
-    def refilled() -> Iterator[Any]:
-        for batch in map(jagged, some()):
-            room.values().copy_(batch.values())
-            room.offsets().copy_(batch.offsets())
-            room.weights_or_none().copy_(batch.weights_or_none())
-            yield room
-
-    assert all(map(torch.equal, loop(refilled()), loop(map(jagged, some()))))
 
 
 class Samples(Dataset[Tensor]):
@@ -365,15 +323,6 @@ def test_a_data_loader_may_put_batches_together_in_one_buffer(workers: int) -> N
     expected = list(DataLoader(Samples(), batch_size=SIZE))
     stream = hotrow.ahead(data, build("lookahead"), ids=lambda batch: batch[:, :2])
     assert all(map(torch.equal, [x.clone() for x in stream], expected))
-
-
-def test_a_batch_is_of_the_class_that_the_loader_gave() -> None:
-    batch = Plain(some(1)[0])
-    (found,) = hotrow.ahead(iter([batch]), build("lookahead"), ids=lambda b: b.ids)
-    assert type(found) is Plain
-    assert found is not batch
-    assert found.source is batch.source
-    assert torch.equal(found.label, batch.label)
 
 
 class FromLengths:
@@ -406,16 +355,9 @@ def test_a_batch_may_compute_tensors_when_it_is_asked_for_ids(strategy: str) -> 
 
 # -- what is read when ---------------------------------------------------------------------
 
-# How many batches may be read before the one before them has been trained.
-AHEAD = {
-    "all-fast": 0,
-    "cpu": 0,
-    "hybrid": 1,
-    "static-hybrid": 1,
-    "uncached": 0,
-    "static": 0,
-    "lru": 0,
-}
+# How many batches may be read before the one before them has been trained; others read many.
+AHEAD = dict.fromkeys(["all-fast", "cpu", "uncached", "static", "lru"], 0)
+AHEAD |= {"hybrid": 1, "static-hybrid": 1}
 
 
 def most_ahead(strategy: str, **options: Any) -> int:
@@ -439,25 +381,17 @@ def most_ahead(strategy: str, **options: Any) -> int:
     return most
 
 
-@pytest.mark.parametrize("strategy", AHEAD)
-def test_a_strategy_reads_no_further_ahead_than_documented(strategy: str) -> None:
-    assert most_ahead(strategy) == AHEAD[strategy]
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_depth_of_zero_reads_nothing_ahead(strategy: str) -> None:
+def test_a_strategy_reads_as_far_ahead_as_documented(strategy: str) -> None:
+    found = most_ahead(strategy)
+    assert found == AHEAD[strategy] if strategy in AHEAD else found > 2
     assert most_ahead(strategy, depth=0) == 0
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_depth_of_zero_gives_the_same_bits(strategy: str) -> None:
-    found = run(strategy, into_arrays(some()), depth=0)
+    found = run(strategy, REFILLS["one-array"](some()), depth=0)
     assert found.same_as(expected_of(strategy))
-
-
-@pytest.mark.parametrize("strategy", ["lookahead", "scratchpipe"])
-def test_these_strategies_read_ahead(strategy: str) -> None:
-    assert most_ahead(strategy) > 2
 
 
 # -- who is copied -------------------------------------------------------------------------
@@ -531,7 +465,7 @@ def test_a_batch_that_comes_again_and_again_is_no_error() -> None:
 def test_a_ring_that_is_shorter_than_the_window_is_noticed() -> None:
     """The window grows step by step, and comes to hold more batches than the ring has."""
     batches = some(400)
-    found = run("lookahead", into_arrays(batches, 30), depth=60)
+    found = run("lookahead", refilled(batches, by_numpy, 30, anew=True), depth=60)
     assert found.labels == list(range(400))
 
 
@@ -548,9 +482,6 @@ def late(batches: list[Parts], write: Callable[[Tensor, Tensor], None]) -> Itera
 @pytest.mark.parametrize("write", ["torch", "numpy"])
 def test_a_loader_that_refills_late_is_an_error_or_right(write: str) -> None:
     """What is wrong is never yielded; the message names batch, tensor and remedy."""
-
-    def by_numpy(to: Tensor, part: Tensor) -> None:
-        to.numpy()[:] = part.numpy()
 
     loader = late(some(240), Tensor.copy_ if write == "torch" else by_numpy)
     labels: list[float] = []
@@ -594,47 +525,6 @@ def test_a_loop_may_change_slices_of_one_tensor() -> None:
 
 
 # -- ids that change after a batch was yielded ---------------------------------------------
-
-
-def by_numpy(ids: Tensor) -> None:
-    ids.numpy()[:] = 7
-
-
-def by_data(ids: Tensor) -> None:
-    ids.data.clamp_(max=20)
-
-
-def in_place(ids: Tensor) -> None:
-    ids.clamp_(max=20)
-
-
-WRITES = [by_numpy, by_data, in_place]
-
-
-@pytest.mark.thinned(5)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("write", WRITES)
-def test_ids_that_a_loop_changes_are_looked_up_as_they_are(
-    write: Callable[[Tensor], None], strategy: str
-) -> None:
-    def loop(loader: Any, change: Callable[[Tensor], None] | None) -> dict[str, Tensor]:
-        embedding = build(strategy)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="these ids are not the ones hotrow.ahead")
-            for batch in hotrow.ahead(loader, embedding, ids=lambda b: b["ids"]):
-                if change is not None:
-                    change(batch["ids"])
-                out = embedding(batch["ids"])
-                out.values().square().sum().backward()
-        return dict(embedding.state_dict())
-
-    changed = copies(some())
-    for batch in changed:
-        write(batch["ids"])
-    expected = loop(changed, None)
-    for loader in (copies(some()), iter(copies(some())), into_tensors(some())):
-        found = loop(loader, write)
-        assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
 @pytest.mark.parametrize("part", ["values", "offsets"])
@@ -720,8 +610,18 @@ def slipstream(**options: Any) -> hotrow.Slipstream:
     )  # fmt: skip
 
 
+class Through:
+    """Passes the loader's batches on."""
+
+    def attach(self, trainer: Any) -> None: ...
+
+    def passes(self, batches: Any) -> Iterator[Any]:
+        yield batches
+
+
 SYSTEMS: dict[str, tuple[str, Callable[[], Any]]] = {
     "none": ("lookahead", lambda: None),
+    "through": ("lookahead", Through),
     "hotline": ("static", lambda: hotrow.Hotline(window=64, relearn=2, floor=0.5)),
     "slipstream": ("lookahead", slipstream),
     "slipstream-rows": ("all-fast", lambda: slipstream(mode="rows")),
@@ -744,20 +644,6 @@ def test_systems_may_be_given_a_loader_that_refills(system: str, refill: str) ->
         bits.append(list(trainer.model.state_dict().values()))
     assert losses[0] == losses[1]
     assert all(map(torch.equal, *bits))
-
-
-def test_a_system_may_pass_the_loaders_batches_on() -> None:
-    class Through:
-        def attach(self, trainer: Any) -> None: ...
-
-        def passes(self, batches: Any) -> Iterator[Any]:
-            yield batches
-
-    found = []
-    for kind in (None, "one-tensor"):
-        trainer = trainer_of("lookahead", Through())
-        found.append([record.loss for record in trainer.run(Again(kind, clicks(20)))])
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])

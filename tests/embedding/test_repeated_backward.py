@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 import hotrow
 from builders import CASES, RULES, readout
 from dense_masters import MasterWeights
+from hotrow.embedding import dense_steps
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.rows import cpu_rows
 
@@ -46,8 +49,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-def micro_batches(model: Model, optimizer: torch.optim.Optimizer, count: int = 4) -> None:
-    for place, batch in enumerate(BATCHES[:count]):
+def micro_batches(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    for place, batch in enumerate(BATCHES[:8]):
         model(batch).backward()
         if place % 2:
             optimizer.step()
@@ -57,41 +60,30 @@ def micro_batches(model: Model, optimizer: torch.optim.Optimizer, count: int = 4
 # -- two passes, one step --------------------------------------------------------------------
 
 
-def test_micro_batches_are_told_of_accumulate(model: Model) -> None:
+def two_passes_over_one_graph(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    for batch in BATCHES[:3]:
+        loss = model(batch)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+
+
+def two_losses_one_after_the_other(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    for batch in hotrow.ahead(BATCHES[:3], model):
+        out = model.embedding(batch)
+        readout(out).mul(model.scale).backward(retain_graph=True)
+        (out["f"].sum() * model.scale).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "loop", [micro_batches, two_passes_over_one_graph, two_losses_one_after_the_other]
+)
+def test_loops_of_two_passes_are_told_of_accumulate(model: Model, loop: Any) -> None:
     with pytest.warns(UserWarning, match=TOLD) as told:
-        micro_batches(model, sgd(model), 8)
+        loop(model, sgd(model))
     assert len(told) == 1
     assert told[0].filename == __file__
-
-
-def test_two_passes_over_one_graph_are_told(model: Model) -> None:
-    optimizer = sgd(model)
-
-    def twice() -> None:
-        for batch in BATCHES[:3]:
-            loss = model(batch)
-            loss.backward(retain_graph=True)
-            loss.backward()
-            optimizer.step()
-
-    with pytest.warns(UserWarning, match=TOLD) as told:
-        twice()
-    assert len(told) == 1
-
-
-def test_two_losses_one_after_the_other_are_told() -> None:
-    model = Model(collection())
-    optimizer = sgd(model)
-
-    def one_by_one() -> None:
-        for batch in hotrow.ahead(BATCHES[:3], model):
-            out = model.embedding(batch)
-            readout(out).mul(model.scale).backward(retain_graph=True)
-            (out["f"].sum() * model.scale).backward()
-            optimizer.step()
-
-    with pytest.warns(UserWarning, match=TOLD):
-        one_by_one()
 
 
 def test_masters_are_an_optimizer_too() -> None:
@@ -198,13 +190,18 @@ def skipped_with_the_scaler(model: Model, optimizer: Any) -> None:
 
 def trainer(model: Model, optimizer: Any) -> None:
     run = hotrow.Trainer(
-        model,
-        lambda found, _: found,
-        dense_optimizer=optimizer,
-        ids=lambda batch: batch,
-        labels=lambda batch: batch[:, 0],
-    )
+        model, lambda found, _: found, dense_optimizer=optimizer,
+        ids=lambda batch: batch, labels=lambda batch: batch[:, 0],
+    )  # fmt: skip
     assert len(list(run.run(BATCHES))) == len(BATCHES)
+
+
+def graphed(model: Model, optimizer: Any) -> None:
+    step = hotrow.graphed(
+        model, lambda found, _: found, optimizer, labels=lambda batch: batch[:, 0]
+    )
+    for batch in hotrow.ahead(BATCHES[:6], model, step=step):
+        step(batch)
 
 
 LOOPS = [
@@ -220,6 +217,7 @@ LOOPS = [
     frozen,
     skipped_with_the_scaler,
     trainer,
+    graphed,
 ]
 
 
@@ -233,35 +231,28 @@ def test_loops_that_train_like_torch_are_left_in_peace(loop: Any) -> None:
     loop(model, optimizer)
 
 
-def test_a_graphed_step_is_a_step() -> None:
-    model = Model(collection())
-    optimizer = sgd(model)
-    step = hotrow.graphed(
-        model, lambda found, _: found, optimizer, labels=lambda batch: batch[:, 0]
-    )
-    for batch in hotrow.ahead(BATCHES[:6], model, step=step):
-        step(batch)
-
-
 # -- eval() left on --------------------------------------------------------------------------
 
 LEFT_ON = r"3 optimizer steps .* eval\(\) mode.*model\.train\(\).*requires_grad_\(False\)"
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 8) -> None:
-    for batch in BATCHES[:count]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 8, *, ahead: bool = False
+) -> None:
+    for batch in hotrow.ahead(BATCHES[:count], model) if ahead else BATCHES[:count]:
         loss = model(batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
 
-def test_a_loop_in_eval_mode_is_told_once(model: Model) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_loop_in_eval_mode_is_told_once(model: Model, ahead: bool) -> None:
     optimizer = sgd(model)
     train(model, optimizer, 2)
     model.eval()
     with pytest.warns(UserWarning, match=LEFT_ON) as told:
-        train(model, optimizer, 12)
+        train(model, optimizer, 12, ahead=ahead)
     assert len(told) == 1
     assert told[0].filename == __file__
 
@@ -270,6 +261,19 @@ def test_a_loop_that_was_never_in_training_mode_is_told() -> None:
     model = nn.Sequential(Model(collection())).eval()
     with pytest.warns(UserWarning, match=LEFT_ON):
         train(model, sgd(model))
+
+
+def test_a_thread_that_trains_in_an_eval_mode_of_its_own_is_told() -> None:
+    model = Model(collection())
+    optimizer = sgd(model)
+    train(model, optimizer, 2)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(model.eval).result()  # holds for that thread, because this one has trained
+        model.train()
+        with pytest.warns(UserWarning, match=LEFT_ON):
+            pool.submit(train, model, optimizer, ahead=True).result()
+        pool.submit(model.train).result()
+        pool.submit(train, model, optimizer, ahead=True).result()  # without a warning
 
 
 def collection_alone(model: Model) -> None:
@@ -291,6 +295,27 @@ def validation(model: Model) -> None:
         for batch in BATCHES[:5]:
             model(batch)
         model.train()
+
+
+def validation_between_replays(model: Model) -> None:
+    """Captured steps count, and look nothing up."""
+    optimizer = sgd(model)
+    train(model, optimizer, 1)
+    for batch in BATCHES[:8]:
+        dense_steps.note(optimizer)
+        model.eval()
+        model(batch)
+        model.train()
+
+
+def validation_by_another_thread(model: Model) -> None:
+    optimizer = sgd(model)
+    train(model, optimizer, 1)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(model.eval).result()
+        for batch in BATCHES[:8]:
+            dense_steps.note(optimizer)
+            pool.submit(model, batch).result()
 
 
 def another_model_is_trained(model: Model) -> None:
@@ -317,6 +342,8 @@ DELIBERATE = [
     collection_alone,
     frozen_collection,
     validation,
+    validation_between_replays,
+    validation_by_another_thread,
     another_model_is_trained,
     no_grad,
 ]
@@ -367,14 +394,48 @@ def test_weights_loaded_into_a_trained_collection_are_told_of() -> None:
         train(model, sgd(model), 2)
 
 
-@pytest.mark.parametrize("order", ["weights first", "state first"])
-def test_with_their_state_nothing_is_said(order: str) -> None:
-    source, model = trained(), Model(collection())
-    if order == "state first":
-        model.embedding.optimizer.load_state_dict(source.embedding.optimizer.state_dict())
+def state_first(model: Model, source: Model, folder: Path) -> None:
+    model.embedding.optimizer.load_state_dict(source.embedding.optimizer.state_dict())
     model.load_state_dict(source.state_dict())
-    if order == "weights first":
-        model.embedding.optimizer.load_state_dict(source.embedding.optimizer.state_dict())
+
+
+def weights_first(model: Model, source: Model, folder: Path) -> None:
+    model.load_state_dict(source.state_dict())
+    model.embedding.optimizer.load_state_dict(source.embedding.optimizer.state_dict())
+
+
+def untrained_weights(model: Model, source: Model, folder: Path) -> None:
+    model.load_state_dict(Model(collection(seed=4)).state_dict())
+
+
+def weights_by_table(model: Model, source: Model, folder: Path) -> None:
+    """This says that state starts anew."""
+    for table in CASE.tables:
+        for first, weights in source.embedding.weights(table.name):
+            model.embedding.load_weights(table.name, first, weights)
+
+
+def saved_model(model: Model, source: Model, folder: Path) -> None:
+    hotrow.save_model(folder, source)
+    hotrow.load_model(folder, model)
+
+
+def checkpoint(model: Model, source: Model, folder: Path) -> None:
+    hotrow.save_checkpoint(folder, source, step=3)
+    hotrow.load_checkpoint(folder, model)
+
+
+LOADS = [
+    state_first, weights_first, untrained_weights, weights_by_table, saved_model, checkpoint
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_with_their_state_or_without_any_need_of_it_nothing_is_said(
+    load: Any, tmp_path: Path
+) -> None:
+    model = Model(collection())
+    load(model, trained(), tmp_path)
     train(model, sgd(model))
 
 
@@ -382,31 +443,6 @@ def test_rules_without_state_have_none_to_miss() -> None:
     model = Model(collection("sgd"))
     model.load_state_dict(trained("sgd").state_dict())
     train(model, sgd(model))
-
-
-def test_weights_that_nothing_has_trained_have_none_either() -> None:
-    model = Model(collection())
-    model.load_state_dict(Model(collection(seed=4)).state_dict())
-    train(model, sgd(model))
-
-
-def test_loading_weights_by_table_says_that_state_starts_anew() -> None:
-    source, model = trained(), Model(collection())
-    for table in CASE.tables:
-        for first, weights in source.embedding.weights(table.name):
-            model.embedding.load_weights(table.name, first, weights)
-    train(model, sgd(model))
-
-
-def test_checkpoints_and_saved_models_bring_what_is_needed(tmp_path: Any) -> None:
-    source = trained()
-    hotrow.save_checkpoint(tmp_path / "checkpoint", source, step=3)
-    hotrow.save_model(tmp_path / "model", source)
-    model = Model(collection())
-    hotrow.load_model(tmp_path / "model", model)
-    train(model, sgd(model), 2)
-    hotrow.load_checkpoint(tmp_path / "checkpoint", model)
-    train(model, sgd(model), 2)
 
 
 def test_evaluating_loaded_weights_says_nothing() -> None:

@@ -9,35 +9,19 @@ import torch
 from torch import Tensor, nn
 
 import hotrow
-from builders import CASES, RULES, Outcome, outcome, readout
-from hotrow.engine.gpu.rows import gpu_rows
+from builders import CASES, RULES, Outcome, build, build_on, outcome, readout
 from hotrow.inputs.tree import to_device
 
-ON_GPU = torch.cuda.is_available()
 CASE = CASES["multi-hot"]
-ENGINES: dict[str, dict[str, Any]] = {
-    "all-fast": {"strategy": "all-fast"},
-    "lookahead": {"strategy": "lookahead", "slots": 60},
-    "hybrid": {"strategy": "hybrid"},
-    "static-hybrid": {"strategy": "static-hybrid", "slots": 12},
-    "device": {"strategy": "lookahead", "slots": 60, "engine": gpu_rows},
-}
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=["all-fast", "lookahead", "hybrid", "static-hybrid", "device-lookahead"])
 def embedding(request: pytest.FixtureRequest) -> hotrow.EmbeddingBagCollection:
-    options = dict(ENGINES[request.param])
-    if (slots := options.pop("slots", None)) is not None:
-        options["budget"] = hotrow.Budget((hotrow.Share(slots, 32, True),), 1 << 14)
-    if ON_GPU and ("engine" in options or "hybrid" in request.param):
-        options["device"] = "cuda"
-    return hotrow.EmbeddingBagCollection(CASE.tables, RULES["adam"], seed=3, **options)
+    return build_on(request.param, CASE.tables, RULES["adam"])
 
 
-def plain(rule: str = "adam", **options: Any) -> hotrow.EmbeddingBagCollection:
-    return hotrow.EmbeddingBagCollection(
-        CASE.tables, RULES[rule], strategy="all-fast", seed=3, **options
-    )
+def plain(**options: Any) -> hotrow.EmbeddingBagCollection:
+    return build(CASE, "adam", **options)
 
 
 class Model(nn.Module):
@@ -171,13 +155,7 @@ def test_rows_frozen_by_number_stay_so() -> None:
 
 @pytest.mark.parametrize("first", ["slots", "host"])
 def test_both_engines_over_one_store_are_frozen(first: str) -> None:
-    embedding = hotrow.EmbeddingBagCollection(
-        CASE.tables,
-        RULES["adam"],
-        hotrow.Budget((hotrow.Share(60, 32, True),), 1 << 14),
-        strategy="static",
-        seed=3,
-    )
+    embedding = build_on("lookahead", CASE.tables, RULES["adam"], strategy="static")
     model, batches = Model(embedding), CASE.batches(4)
     change = embedding.train_on_host if first == "slots" else embedding.train_in_slots
     if first == "host":

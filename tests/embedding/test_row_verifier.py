@@ -58,7 +58,7 @@ def train(embedding: Any, count: int, after: Any, size: int = 16) -> None:
 @pytest.mark.parametrize("strategy", hotrow.STRATEGIES)
 def test_training_and_saving_raise_no_alarm(strategy: str, tmp_path: Path) -> None:
     embedding, compared = collection(strategy), []
-    verifier = RowVerifier([embedding])
+    verifier = RowVerifier(embedding)
 
     def after(step: int) -> None:
         if step % 5 == 0:
@@ -75,7 +75,7 @@ def test_training_and_saving_raise_no_alarm(strategy: str, tmp_path: Path) -> No
     torch.manual_seed(0)
     before = torch.rand(3)
     torch.manual_seed(0)
-    RowVerifier([embedding]).verify(30)
+    RowVerifier(embedding).verify(30)
     assert torch.equal(torch.rand(3), before)  # nobody else's numbers change
 
 
@@ -101,7 +101,7 @@ def test_no_alarm_on_a_device_and_one_for_a_bit(device: str, strategy: str, fill
         budget = hotrow.Budget(shares, window_bytes=1 << 14)
     engine = gpu_rows if few else None  # else the strategy chooses
     embedding = collection(strategy, fill=fill, device=device, budget=budget, engine=engine)
-    verifier, compared = RowVerifier([embedding]), []
+    verifier, compared = RowVerifier(embedding), []
     last = 12 if few else 30
 
     def after(step: int) -> None:
@@ -121,7 +121,7 @@ def test_no_alarm_on_a_device_and_one_for_a_bit(device: str, strategy: str, fill
 @pytest.mark.parametrize("strategy", ["lookahead", "all-fast", "lru", "hybrid", "static-hybrid"])
 def test_a_bit_that_changes_in_slow_memory_is_found(strategy: str) -> None:
     embedding = collection(strategy)
-    verifier = RowVerifier([embedding])
+    verifier = RowVerifier(embedding)
     seen = torch.cat([batch[:, :2].flatten() for batch in batches(5)]).unique()
     row = next(each for each in range(899, 0, -1) if each not in seen.tolist())
 
@@ -138,7 +138,7 @@ def test_a_bit_that_changes_in_slow_memory_is_found(strategy: str) -> None:
 def test_a_bit_that_changes_in_a_slot_is_found() -> None:
     embedding = collection("lru", budget="50%")
     group = embedding.groups[0]
-    verifier = RowVerifier([embedding])
+    verifier = RowVerifier(embedding)
 
     def after(step: int) -> None:
         if step == 16:
@@ -155,7 +155,7 @@ def test_a_bit_that_changes_in_a_slot_is_found() -> None:
 def test_a_map_that_is_wrong_is_found() -> None:
     embedding = collection()
     train(embedding, 3, lambda step: None)
-    verifier = RowVerifier([embedding], step=3)
+    verifier = RowVerifier(embedding, step=3)
     rows = embedding.groups[0].memory.pad.row_of_slot
     taken = (rows >= 0).nonzero().squeeze(1)[:2]
     rows[taken] = rows[taken.flip(0)]

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import hotrow
-from builders import RULES, tight_budget, variant
-from hotrow.engine.gpu.rows import gpu_rows
+from builders import ENGINES, RULES, build_on
 from hotrow.inputs.tree import to_device
 
 Table = hotrow.EmbeddingBagConfig
-ON_GPU = torch.cuda.is_available()
 # One width for all, so that one lookup serves them; "a" is shared by a used and an unused feature.
 TABLES = [Table("a", 40, 4, ["f", "g"]), Table("b", 30, 4, ["h"]), Table("c", 20, 4, ["i"])]
 OTHER_WIDTH = [*TABLES[:2], Table("c", 20, 6, ["i"])]
@@ -23,33 +21,6 @@ FEATURES = ("f", "g", "h", "i")
 LIMITS = dict(zip(FEATURES, (40, 40, 30, 20), strict=True))
 USED = ("f", "h")
 STEPS, SIZE = 4, 6
-
-# Strategy, slots of each width, and the engine where it is not the CPU's.
-ENGINES: dict[str, tuple[Any, ...]] = {
-    "all-fast": ("all-fast",),
-    "lookahead": ("lookahead", 48),
-    "scratchpipe": ("scratchpipe", 90),
-    "chunked": ("lookahead", 4),
-    "hybrid": ("hybrid",),
-    "static-hybrid": ("static-hybrid", 12),
-    "device": ("all-fast", None, gpu_rows),
-    "device-lookahead": ("lookahead", 48, gpu_rows),
-    "device-chunked": ("lookahead", 4, gpu_rows),
-}
-
-
-def build(
-    engine: str, rule: hotrow.kernels.rules.RowRule, tables: Sequence[Any] = TABLES, **more: Any
-) -> hotrow.EmbeddingBagCollection:
-    """Builds a collection on an engine of ENGINES; on a machine with a GPU all are there."""
-    strategy, slots, kind = (*ENGINES[engine], None, None)[:3]
-    options: dict[str, Any] = {"seed": 3, "strategy": strategy, "engine": kind, **more}
-    if slots is not None:
-        shares = [hotrow.Share(slots, 16, True) for _ in {t.embedding_dim for t in tables}]
-        options.setdefault("budget", hotrow.Budget(tuple(shares), 1 << 14))
-    if ON_GPU and (kind is not None or "hybrid" in engine):
-        options["device"] = "cuda"
-    return hotrow.EmbeddingBagCollection(tables, rule, **options)
 
 
 def dense(generator: torch.Generator) -> Tensor:
@@ -128,7 +99,7 @@ RULE = {
 @pytest.mark.parametrize("rule", RULE)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_rows_state_and_steps_are_those_of_torch_modules(engine: str, rule: str, kind: Any) -> None:
-    embedding = build(engine, RULE[rule][0])
+    embedding = build_on(engine, TABLES, RULE[rule][0])
     plain = Plain(embedding, RULE[rule][1])
     every = batches(kind)
     # Which features are used changes: a table that was not counts fewer steps.
@@ -151,7 +122,7 @@ def test_rows_state_and_steps_are_those_of_torch_modules(engine: str, rule: str,
 @pytest.mark.parametrize("rule", ["sgd", "adamw"])
 @pytest.mark.parametrize("engine", ["all-fast", "lookahead", "hybrid", "device"])
 def test_decay_leaves_rows_of_unused_tables_alone(engine: str, rule: str, tables: Any) -> None:
-    embedding = build(engine, RULES[rule], tables)
+    embedding = build_on(engine, tables, RULES[rule])
     start = embedding.state_dict()
     for batch in hotrow.ahead(batches(), embedding):
         loss_of(embedding(batch)).backward()
@@ -163,7 +134,7 @@ def test_decay_leaves_rows_of_unused_tables_alone(engine: str, rule: str, tables
 
 
 def test_a_row_that_only_an_unused_feature_reads_stays() -> None:
-    embedding = build("all-fast", RULES["adamw"])
+    embedding = build_on("all-fast", TABLES, RULES["adamw"])
     start = embedding.state_dict()["embedding_bags.a.weight"]
     ids = torch.tensor([[1, 2, 0, 0], [3, 3, 0, 0]])  # f reads rows 1 and 3 of table a, g 2 and 3
     loss_of(embedding(ids)).backward()
@@ -173,7 +144,7 @@ def test_a_row_that_only_an_unused_feature_reads_stays() -> None:
 
 @pytest.mark.parametrize("engine", ["all-fast", "lookahead", "hybrid", "device"])
 def test_not_a_number_in_what_is_unused_harms_nothing(engine: str) -> None:
-    embedding = build(engine, hotrow.SGD(lr=0.1))
+    embedding = build_on(engine, TABLES, hotrow.SGD(lr=0.1))
     place = embedding.groups[0].device
     for table, size in (("b", 30), ("c", 20)):
         embedding.load_weights(table, 0, torch.full((size, 4), torch.nan))
@@ -192,7 +163,7 @@ def test_not_a_number_in_what_is_unused_harms_nothing(engine: str) -> None:
 
 
 def test_vectors_of_half_precision_are_no_other() -> None:
-    embedding = build("device", RULES["adamw"], output_dtype=torch.bfloat16)
+    embedding = build_on("device", TABLES, RULES["adamw"], output_dtype=torch.bfloat16)
     start = embedding.state_dict()
     for batch in hotrow.ahead(batches(count=2), embedding):
         out = embedding(batch)
@@ -203,7 +174,7 @@ def test_vectors_of_half_precision_are_no_other() -> None:
 
 
 def test_values_use_every_table() -> None:
-    embedding, other = (build("all-fast", RULES["adamw"]) for _ in range(2))
+    embedding, other = (build_on("all-fast", TABLES, RULES["adamw"]) for _ in range(2))
     ids = batches()[0]
     embedding(ids).values()[:, :4].tanh().sum().backward()
     out = other(ids)
@@ -215,7 +186,7 @@ def test_values_use_every_table() -> None:
 
 @pytest.mark.parametrize("engine", ["all-fast", "lookahead", "hybrid", "static-hybrid", "device"])
 def test_accumulated_passes_may_use_different_features(engine: str) -> None:
-    embedding = build(engine, RULE["adam"][0])
+    embedding = build_on(engine, TABLES, RULE["adam"][0])
     plain = Plain(embedding, RULE["adam"][1])
     first, second = batches(count=2)
     for _ in range(2):
@@ -227,29 +198,3 @@ def test_accumulated_passes_may_use_different_features(engine: str) -> None:
         plain.step()
     assert_like(embedding, plain)
     assert embedding.optimizer.steps == [2, 0, 0]
-
-
-def test_gradients_that_are_looked_at_first_have_the_same_rows() -> None:
-    ids = batches()
-    outcomes = []
-    for options in ({}, {"on_nonfinite": "error"}):
-        embedding = build("lookahead", RULES["adamw"], **options)
-        for batch in hotrow.ahead(ids, embedding):
-            loss_of(embedding(batch)).backward()
-        outcomes.append(embedding.state_dict())
-    assert all(torch.equal(outcomes[0][key], outcomes[1][key]) for key in outcomes[0])
-
-
-@pytest.mark.parametrize("name", ["lookahead", "lru", "scratchpipe", "static"])
-def test_few_slots_have_the_bits_of_all_rows_in_fast_memory(name: str) -> None:
-    case, strategy = type("Case", (), {"tables": TABLES})(), variant(name)
-    ids = batches(count=12)
-    budget = tight_budget(case, ids, strategy.hold)
-    found = build("all-fast", RULES["adam"], strategy=strategy, budget=budget)
-    expected = build("all-fast", RULES["adam"])
-    for embedding in (found, expected):
-        for step, batch in enumerate(hotrow.ahead(ids, embedding)):
-            loss_of(embedding(batch), USED if step % 3 else ("i",)).backward()
-    found.check()
-    for key, weight in expected.state_dict().items():
-        assert torch.equal(weight, found.state_dict()[key])

@@ -16,14 +16,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotrow
-from builders import CASES, RULES, Case, Outcome, build, outcome, readout
+from builders import (
+    CASES,
+    RULES,
+    Case,
+    Outcome,
+    all_fast,
+    budget_of,
+    build,
+    learn,
+    outcome,
+    readout,
+)
 from contracts import DEVICE, assert_like, by_gpu
 from hotrow.data import ClickBatch
 from hotrow.engine.host.rows import HostRows
 from hotrow.engine.stages import LATE
 from hotrow.training import captured as captured_module
 from hotrow.training import static_inputs
-from test_pins import all_fast, budget_of, learn
 
 STEPS = 12
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import hotrow
 from builders import outcome
 from dense_masters import MasterWeights
+from graph_replays import Replays, without_gpu
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.inputs.tree import tensors_in
 from hotrow.models import DLRM, MODELS, DCNv2, DeepFM
@@ -31,7 +32,6 @@ from model_cases import (
     clicks,
     tables,
 )
-from test_graphed import Replays, seen, without_gpu  # noqa: F401  seen is a fixture
 
 loss_fn = F.binary_cross_entropy_with_logits
 
@@ -261,7 +261,7 @@ def test_padding_changes_neither_the_start_nor_the_training(case: ModelCase) -> 
 def test_a_captured_step_gives_the_bits_of_eager_ones(
     name: str,
     slots: int,
-    seen: Replays,  # noqa: F811
+    seen: Replays,
 ) -> None:
     """On the device's engine, with stand-ins for graphs."""
     case = MODEL_CASES[name]

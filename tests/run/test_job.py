@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from commands import SMALL_SETTINGS
-from hotrow.embedding.ahead import tensors_in
 from hotrow.engine.profile import save_profile
+from hotrow.inputs.tree import tensors_in
 from hotrow.models import MODELS
 from hotrow.run.config import CLICK_MODELS, SEQUENCE_MODELS, RunConfig, load
 from hotrow.run.job import Job, all_fast, build, differences, same_bits

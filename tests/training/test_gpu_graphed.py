@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import hotrow
 from builders import no_synchronisation
+from gpu_multi_hot import RULES, SIZE, STEPS, TABLES, Model, Run, batches, same_bits
 from hotrow.data import ClickBatch
 
 pytestmark = [
@@ -35,167 +36,6 @@ def _deterministic() -> Iterator[None]:
     yield
     torch.set_deterministic_debug_mode("default")
     memory.fill_uninitialized_memory = filling
-
-
-STEPS, SIZE = 70, 128
-Table = hotrow.EmbeddingBagConfig
-TABLES = {
-    "one-width": [Table("a", 5000, 16, ["f", "h"]), Table("b", 300, 16, ["g"])],
-    "mean": [
-        Table("a", 5000, 16, ["f", "h"], pooling="mean", padding_idx=0),
-        Table("b", 300, 16, ["g"]),
-    ],
-    "two-widths": [Table("a", 5000, 16, ["f", "h"]), Table("b", 300, 24, ["g"])],
-}
-RULES = {
-    "sgd": hotrow.SGD(lr=0.1),
-    "adagrad": hotrow.Adagrad(lr=0.1),
-    "row-wise": hotrow.RowWiseAdagrad(lr=0.1),
-    "adam": hotrow.Adam(lr=0.01),
-    "adamw": hotrow.AdamW(lr=0.01),
-}
-Found = dict[str, Tensor]
-
-
-def batches(
-    *, steps: int = STEPS, weighted: bool = False, large: int | None = None, most: int = 7
-) -> Iterator[ClickBatch]:
-    """Bags of 0 to `most` lookups; the last batch is short, and one may be large."""
-    rows = {"f": 5000, "g": 300, "h": 5000}  # keys stand in an order of their own
-    generator = torch.Generator().manual_seed(7)
-    for step in range(steps):
-        size = SIZE // 3 if step == steps - 1 else SIZE
-        longest = 4 * most if step == large else most
-        lengths = torch.randint(0, longest + 1, (3, size), generator=generator)
-        ids = [
-            (torch.rand(int(each.sum()), generator=generator) ** 4 * count).long()
-            for count, each in zip(rows.values(), lengths, strict=True)
-        ]
-        values = torch.cat(ids)
-        weights = torch.rand(values.numel(), generator=generator) if weighted else None
-        yield ClickBatch(
-            dense=torch.rand(size, 13, generator=generator),
-            sparse=hotrow.KeyedJaggedTensor(
-                list(rows), values, lengths=lengths.flatten(), weights=weights
-            ),
-            label=torch.randint(0, 2, (size,), generator=generator).float(),
-        )
-
-
-class Model(nn.Module):
-    """Pooled vectors, per-sample weights that are learned, and a small dense part."""
-
-    def __init__(self, embedding: Any) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.embedding = embedding
-        width = sum(t.embedding_dim * len(t.feature_names) for t in embedding.tables)
-        self.top = nn.Sequential(nn.Linear(width + 13, 32), nn.ReLU(), nn.Linear(32, 1))
-        self.scale = nn.Parameter(torch.tensor(1.3))
-
-    def forward(self, batch: ClickBatch) -> Tensor:
-        ids: Any = batch.sparse
-        if (weights := ids.weights_or_none()) is not None:
-            ids = hotrow.KeyedJaggedTensor(
-                ids.keys(), ids.values(), offsets=ids.offsets(), weights=weights * self.scale
-            )
-        vectors = torch.cat([self.embedding(ids).values(), batch.dense], dim=1)
-        logits: Tensor = self.top(vectors).squeeze(1)
-        return logits
-
-
-class Run:
-    """A model, its optimizers and their schedules."""
-
-    def __init__(
-        self,
-        tables: str = "one-width",
-        rule: str = "adagrad",
-        strategy: str = "all-fast",
-        budget: str | None = None,
-        *,
-        dense: str = "sgd",
-    ) -> None:
-        self.embedding = hotrow.EmbeddingBagCollection(
-            TABLES[tables], RULES[rule], budget, strategy=strategy, device="cuda", seed=0
-        )
-        self.model = Model(self.embedding).cuda()
-        parameters = self.model.parameters()
-        lr = torch.tensor(0.1, device="cuda")
-        self.dense: torch.optim.Optimizer
-        if dense == "adagrad":
-            self.dense = torch.optim.Adagrad(parameters, lr=0.05)
-        elif dense == "adam":
-            self.dense = torch.optim.Adam(parameters, lr=lr * 0.1, fused=True, capturable=True)
-        else:
-            self.dense = torch.optim.SGD(parameters, lr=lr, fused=True)
-        schedule = torch.optim.lr_scheduler.StepLR
-        self.schedules = [schedule(self.embedding.optimizer, 15, 0.7)]
-        # A number that changes captures the step anew: once is enough for a test.
-        self.schedules.append(schedule(self.dense, 40 if dense == "adagrad" else 20, 0.5))
-        self.losses: list[Tensor] = []
-        self.step: Any = None
-
-    def by_hand(self, source: Any) -> Run:
-        """An eager loop, without hotrow.graphed."""
-        for batch in hotrow.ahead(source, self.model, ids=lambda b: b.sparse):
-            loss = F.binary_cross_entropy_with_logits(self.model(batch), batch.label)
-            self.dense.zero_grad()
-            loss.backward()
-            self.dense.step()
-            self._note(loss.detach())
-        return self
-
-    def graphed(self, source: Any, **options: Any) -> Run:
-        self.step = self.step or hotrow.graphed(
-            self.model, F.binary_cross_entropy_with_logits, self.dense, **options
-        )
-        for batch in hotrow.ahead(source, self.model, ids=lambda b: b.sparse, step=self.step):
-            self._note(self.step(batch))
-        return self
-
-    def trained(self, source: Any, *, graphs: bool) -> Run:
-        trainer: hotrow.Trainer[ClickBatch] = hotrow.Trainer(
-            self.model,
-            F.binary_cross_entropy_with_logits,
-            dense_optimizer=self.dense,
-            ids=lambda batch: batch.sparse,
-            device="cuda",
-            graphs=graphs,
-        )
-        self.step = trainer._step
-        records = []
-        for record in trainer.run(source):
-            records.append(record)
-            self._note(None)
-        self.losses = [torch.tensor(record.loss) for record in records]
-        return self
-
-    def _note(self, loss: Tensor | None) -> None:
-        if loss is not None:
-            self.losses.append(loss)
-        for schedule in self.schedules:
-            schedule.step()
-
-    @property
-    def num_graphs(self) -> int:
-        return self.step.landing.num_graphs
-
-    def found(self) -> Found:
-        self.embedding.check()
-        values = {key: value.cpu() for key, value in self.model.state_dict().items()}
-        for table, pieces in self.embedding.optimizer.state_dict()["state"].items():
-            values |= {f"{table}.{key}": torch.as_tensor(each) for key, each in pieces.items()}
-        for place, state in enumerate(self.dense.state.values()):
-            values |= {f"{place}.{key}": torch.as_tensor(x).cpu() for key, x in state.items()}
-        return {**values, "losses": torch.stack(self.losses).cpu()}
-
-
-def same_bits(left: Found, right: Found) -> bool:
-    assert left.keys() == right.keys()
-    unlike = [key for key in left if not torch.equal(left[key], right[key])]
-    assert not unlike
-    return True
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -279,27 +119,10 @@ def test_plans_of_jagged_batches_are_replayed() -> None:
     assert 0 < kinds.count("expect") <= 8
 
 
-def test_leaving_a_loop_and_coming_back_changes_no_bit() -> None:
-    source = list(batches())
-    run = Run(strategy="lookahead", budget="60%")
-    step = run.step = hotrow.graphed(run.model, F.binary_cross_entropy_with_logits, run.dense)
-    for begin, end in ((0, 25), (25, 26), (26, STEPS)):
-        stream = hotrow.ahead(source[begin:], run.model, ids=lambda b: b.sparse, step=step)
-        for place, batch in enumerate(stream):
-            run._note(step(batch))
-            if begin + place + 1 == end:
-                break
-        stream.close()
-    assert run.num_graphs > 1
-    assert same_bits(run.found(), Run().by_hand(source).found())
-
-
 def test_batches_pulled_together_skipped_and_evaluated_in_between() -> None:
     source = list(batches())
-    run, twin = Run(strategy="lookahead", budget="60%"), Run()
-    run.step = step = hotrow.graphed(run.model, F.binary_cross_entropy_with_logits, run.dense)
-    stream = hotrow.ahead(source, run.model, ids=lambda b: b.sparse, step=step)
-    trained = []
+    run, twin = Run(strategy="lookahead", budget="60%").captured(), Run()
+    stream, trained = run.stream(source), []
     for batch in stream:
         place = stream.position() - 1
         if place % 7 == 3:
@@ -308,7 +131,7 @@ def test_batches_pulled_together_skipped_and_evaluated_in_between() -> None:
         if place % 10 == 1 and place < STEPS - 2:
             pulled.append(next(stream))
         for each in pulled:
-            run._note(step(each))
+            run.train(each)
         trained += source[place : place + len(pulled)]
         if place % 13 == 0:
             assert isinstance(batch.sparse, hotrow.KeyedJaggedTensor)
@@ -357,23 +180,6 @@ def test_a_batch_that_does_not_fit_passes_through_from_its_berth() -> None:
     assert same_bits(run.found(), Run().by_hand(source).found())
 
 
-def test_a_model_that_reads_values_back_goes_on_eagerly() -> None:
-    run, twin = Run(strategy="lookahead", budget="60%"), Run()
-    plain = run.model.forward
-
-    def reads_back(batch: ClickBatch) -> Tensor:
-        logits = plain(batch)
-        float(logits.detach().sum())
-        return logits
-
-    run.model.forward = reads_back  # type: ignore[method-assign]
-    with pytest.warns(UserWarning, match="cannot be captured as a CUDA graph") as told:
-        run.graphed(batches())
-    assert sum("captured" in str(each.message) for each in told) == 1
-    assert run.num_graphs == 0
-    assert same_bits(run.found(), twin.by_hand(batches()).found())
-
-
 def test_a_loss_that_raises_leaves_everything_usable() -> None:
     def picky(logits: Tensor, labels: Tensor) -> Tensor:
         if len(labels) != SIZE:
@@ -381,8 +187,8 @@ def test_a_loss_that_raises_leaves_everything_usable() -> None:
         return F.binary_cross_entropy_with_logits(logits, labels)
 
     source = list(batches())
-    run, twin = Run(strategy="lookahead", budget="60%"), Run()
-    run.step = step = hotrow.graphed(run.model, picky, run.dense)
+    run, twin = Run(strategy="lookahead", budget="60%").captured(picky), Run()
+    step = run.step
     with pytest.raises(ValueError, match="labels nobody likes"):
         run.graphed(source)
     assert run.num_graphs > 1
@@ -439,17 +245,10 @@ def test_what_a_loop_does_between_steps_is_seen(change: str) -> None:
             yield batch
 
     twin = Run("two-widths")
-    for batch in steps(twin, hotrow.ahead(batches(), twin.model, ids=lambda b: b.sparse)):
-        loss = F.binary_cross_entropy_with_logits(twin.model(batch), batch.label)
-        twin.dense.zero_grad()
-        loss.backward()
-        twin.dense.step()
-        twin._note(loss.detach())
-    run = Run("two-widths", strategy="lookahead", budget="60%")
-    run.step = hotrow.graphed(run.model, F.binary_cross_entropy_with_logits, run.dense)
-    stream = hotrow.ahead(batches(), run.model, ids=lambda b: b.sparse, step=run.step)
-    for batch in steps(run, stream):
-        run._note(run.step(batch))
+    run = Run("two-widths", strategy="lookahead", budget="60%").captured()
+    for each in (twin, run):
+        for batch in steps(each, each.stream(batches())):
+            each.train(batch)
     assert run.num_graphs > 1
     assert run.embedding.optimizer.steps == [STEPS - (change == "accumulate")] * 2
     assert same_bits(run.found(), twin.found())
@@ -497,7 +296,7 @@ def test_captured_steps_leave_features_without_a_gradient_alone(tables: str, rul
 def test_features_without_a_gradient_make_nobody_wait() -> None:
     run = Run("one-width", "adam", "lookahead", "60%")
     run.model.__class__ = Unused
-    for place, batch in enumerate(hotrow.ahead(batches(), run.model, ids=lambda b: b.sparse)):
+    for place, batch in enumerate(run.stream(batches())):
         loss = F.binary_cross_entropy_with_logits(run.model(batch), batch.label)
         run.dense.zero_grad()
         with no_synchronisation() if place > 3 else nullcontext():
@@ -510,24 +309,16 @@ def test_captured_steps_follow_when_rows_are_frozen_and_trained_again(rule: str)
     source, outcomes = list(batches()), []
     for graphs in (True, False):
         run = Run("two-widths", rule, "lookahead", "60%")
-        step = hotrow.graphed(run.model, F.binary_cross_entropy_with_logits, run.dense)
-        run.step = step if graphs else None
-        stream = hotrow.ahead(source, run.model, ids=lambda b: b.sparse, step=run.step)
+        if graphs:
+            run.captured()
         frozen = None
-        for place, batch in enumerate(stream):
+        for place, batch in enumerate(run.stream(source)):
             if place in (25, 45):
                 run.embedding.requires_grad_(place == 45)
                 now = run.embedding.state_dict()
                 assert frozen is None or all(torch.equal(now[key], frozen[key]) for key in now)
                 frozen = now
-            if graphs:
-                run._note(step(batch))
-                continue
-            loss = F.binary_cross_entropy_with_logits(run.model(batch), batch.label)
-            run.dense.zero_grad()
-            loss.backward()
-            run.dense.step()
-            run._note(loss.detach())
+            run.train(batch)
         if graphs:
             assert run.num_graphs > 1
         assert run.embedding.optimizer.steps == [STEPS - 20] * 2

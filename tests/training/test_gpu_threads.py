@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-import hotrow
+from gpu_multi_hot import Found, Run, batches, same_bits
 from hotrow.support import streams as lanes
 from hotrow.training import captured
-from test_abandoned import check_training_goes_on, ways_on
-from test_gpu_graphed import Model, batches
-from test_reading_threads import (
+from thread_checks import (
+    STRATEGIES,
     Steps,
     check_beside_training,
+    check_training_goes_on,
     collection,
     every_row,
     readers,
@@ -32,38 +31,19 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-STRATEGIES = [
-    "all-fast",
-    "uncached",
-    "static",
-    "lru",
-    "scratchpipe",
-    "lookahead",
-    "hybrid",
-    "static-hybrid",
-]
+ON_GPU = [strategy for strategy in STRATEGIES if strategy != "cpu"]
+FILLS = [("lookahead", fill) for fill in ("zero-copy", "bulk", "staged")]
+WAYS = [*((strategy, "auto") for strategy in ON_GPU), *FILLS]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_threads_read_finished_steps_beside_training(strategy: str) -> None:
-    check_beside_training(lambda: collection(strategy, "cuda"), "cuda")
+@pytest.mark.parametrize(("strategy", "fill"), WAYS)
+def test_threads_read_finished_steps_beside_training(strategy: str, fill: str) -> None:
+    check_beside_training(lambda: collection(strategy, "cuda", fill=fill), "cuda")
 
 
-@pytest.mark.parametrize("fill", ["zero-copy", "bulk", "staged"])
-def test_threads_read_beside_every_form_of_fill(fill: str) -> None:
-    check_beside_training(lambda: collection("lookahead", "cuda", fill=fill), "cuda")
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_training_goes_on_after_an_iterator_that_was_not_closed(strategy: str) -> None:
-    check_training_goes_on(lambda: collection(strategy, "cuda"), ways_on()["iterate"], "cuda")
-
-
-@pytest.mark.parametrize("fill", ["zero-copy", "bulk", "staged"])
-def test_training_goes_on_after_that_with_every_form_of_fill(fill: str) -> None:
-    check_training_goes_on(
-        lambda: collection("lookahead", "cuda", fill=fill), ways_on()["iterate"], "cuda"
-    )
+@pytest.mark.parametrize(("strategy", "fill"), WAYS)
+def test_training_goes_on_after_an_iterator_that_was_not_closed(strategy: str, fill: str) -> None:
+    check_training_goes_on(lambda: collection(strategy, "cuda", fill=fill), device="cuda")
 
 
 @pytest.mark.parametrize("strategy", ["lookahead", "hybrid", "static-hybrid", "all-fast"])
@@ -96,50 +76,33 @@ def test_threads_read_on_streams_of_their_own(strategy: str) -> None:
     assert torch.equal(every_row(shared), steps.rows)
 
 
-class Captured:
-    """A model that is trained by `hotrow.graphed`."""
+def captured_run(strategy: str = "lookahead") -> Run:
+    return Run("two-widths", "adam", strategy, "60%").captured()
 
-    def __init__(self, strategy: str = "lookahead") -> None:
-        tables = [
-            hotrow.EmbeddingBagConfig("a", 5000, 16, ["f", "h"]),
-            hotrow.EmbeddingBagConfig("b", 300, 24, ["g"]),
-        ]
-        self.embedding = hotrow.EmbeddingBagCollection(
-            tables, hotrow.Adam(lr=0.01), "60%", strategy=strategy, device="cuda", seed=1
-        )
-        self.model = Model(self.embedding).cuda()
-        parameters = self.model.parameters()
-        self.step = hotrow.graphed(
-            self.model,
-            lambda logits, labels: functional.binary_cross_entropy_with_logits(logits, labels),
-            torch.optim.SGD(parameters, lr=0.1),
-        )
 
-    def train(self, steps: int, after_step: Callable[[int], None] = lambda step: None) -> Tensor:
-        losses = []
-        loader = batches(steps=steps)
-        stream = hotrow.ahead(loader, self.model, ids=lambda b: b.sparse, step=self.step)
-        for step, batch in enumerate(stream):
-            losses.append(self.step(batch))
-            after_step(step)
-        tables = [w for t in self.embedding.tables for _, w in self.embedding.weights(t.name)]
-        return torch.cat([torch.stack(losses).cpu(), *(each.flatten() for each in tables)])
+def train_captured(run: Run, steps: int, after: Callable[[int], None] = lambda step: None) -> Found:
+    for step, batch in enumerate(run.stream(batches(steps=steps))):
+        run.train(batch)
+        after(step)
+    assert not run.step.landing._refused
+    return run.found()
 
 
 @pytest.mark.parametrize("strategy", ["lookahead", "all-fast", "hybrid"])
 def test_threads_read_beside_captured_steps(strategy: str) -> None:
     steps = 120
-    probes = [next(batches(steps=1)).sparse.to("cuda")]
-    history: list[list[Tensor]] = []
+    probe: Any = next(batches(steps=1)).sparse
+    probe = probe.to("cuda")
+    history: list[Tensor] = []
 
-    def read(run: Captured) -> list[Tensor]:
+    def read(run: Run) -> Tensor:
         with torch.no_grad():
-            return [run.embedding(ids).values().cpu() for ids in probes]
+            return run.embedding(probe).values().cpu()
 
-    alone = Captured(strategy)
+    alone = captured_run(strategy)
     history.append(read(alone))
-    wanted = alone.train(steps, lambda step: history.append(read(alone)))
-    shared, ended = Captured(strategy), 0
+    wanted = train_captured(alone, steps, lambda step: history.append(read(alone)))
+    shared, ended = captured_run(strategy), 0
 
     def end(step: int) -> None:
         nonlocal ended
@@ -149,15 +112,13 @@ def test_threads_read_beside_captured_steps(strategy: str) -> None:
         first = ended
         found = read(shared)
         last = min(ended + 1, steps)
-        assert any(
-            all(map(torch.equal, found, history[step])) for step in range(first, last + 1)
-        ), f"vectors of no step from {first} to {last}"
+        assert any(torch.equal(found, history[step]) for step in range(first, last + 1)), (
+            f"vectors of no step from {first} to {last}"
+        )
 
     with readers(3, check):
-        found = shared.train(steps, end)
-    assert torch.equal(found, wanted)
-    assert shared.step.landing is not None
-    assert not shared.step.landing._refused
+        found = train_captured(shared, steps, end)
+    assert same_bits(found, wanted)
 
 
 def _synchronize() -> None:
@@ -192,13 +153,10 @@ OTHERS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("call", OTHERS)
 def test_captures_survive_what_other_threads_ask_of_cuda(call: str) -> None:
-    wanted = Captured().train(40)
+    wanted = train_captured(captured_run(), 40)
     with readers(2, OTHERS[call]):
-        run = Captured()
-        found = run.train(40)
-    assert torch.equal(found, wanted)
-    assert run.step.landing is not None
-    assert not run.step.landing._refused
+        found = train_captured(captured_run(), 40)
+    assert same_bits(found, wanted)
 
 
 def test_a_capture_that_another_thread_spoils_leaves_nothing_open() -> None:
@@ -232,7 +190,7 @@ def test_a_capture_that_another_thread_spoils_leaves_nothing_open() -> None:
 
 def test_a_step_whose_capture_was_spoiled_is_captured_later() -> None:
     """Three captures of the whole step are spoiled; the bits stay, and later ones succeed."""
-    wanted = Captured().train(40)
+    wanted = train_captured(captured_run(), 40)
     spoiled = iter(range(3))
     capture = captured.capture
 
@@ -246,9 +204,8 @@ def test_a_step_whose_capture_was_spoiled_is_captured_later() -> None:
 
         return capture(launch_and_spoil, pool, priority)
 
-    run = Captured()
+    run = captured_run()
     run.step.landing._settings = captured.GraphSettings(capture=spoil)
-    assert torch.equal(run.train(40), wanted)
+    assert same_bits(train_captured(run, 40), wanted)
     assert next(spoiled, None) is None
-    assert not run.step.landing._refused
-    assert run.step.landing.num_graphs
+    assert run.num_graphs

@@ -1,14 +1,13 @@
 """Captured steps without a GPU: a stand-in for a CUDA graph repeats what the host knew when it was
 captured, so anything that depends on another batch's numbers fails.
 
-test_gpu_graphed.py has the same with real graphs.
+test_gpu_graphed.py has real graphs: schedules, counts of the host, unused features, batches that
+are too large or do not fit. Triton's interpreter takes seconds for each run here.
 """
 
 from __future__ import annotations
 
-import copy
 import gc
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -20,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import hotrow
-import hotrow.embedding.step
 from builders import RULES, Outcome, outcome, readout, skewed
+from graph_replays import Replays, StandIn, without_gpu
 from hotrow.engine.evict import EVICTIONS
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.strategy import STRATEGIES, as_listed
@@ -40,9 +39,6 @@ TABLES = {
     "two-widths": [Table("a", 60, 4, ["f", "h"]), Table("b", 50, 6, ["g"])],
     "unpooled": [Table("a", 60, 4, ["f"], pooling="none"), Table("b", 50, 4, ["g"])],
 }
-without_gpu = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="kernels run on the CPU where there is no GPU"
-)
 
 
 def batch_of(
@@ -167,60 +163,6 @@ def found_in(model: Model, losses: list[Tensor]) -> Outcome:
     return replace(found, weights={**found.weights, **dense})
 
 
-class Replays:
-    """Captures steps by stand-ins for graphs, and counts what they do."""
-
-    def __init__(self) -> None:
-        self.captures = self.replays = self.strange = 0
-        self.tables: tuple[str, ...] | None = ("a", "b")  # that the step updates
-
-    def settings(self) -> GraphSettings:
-        # As few inputs as possible, so that they are soon used again.
-        return GraphSettings(self.capture, eager_first=1, inputs=4, forgotten=6)
-
-    def capture(self, launch: Any, pool: Any, priority: int) -> Any:
-        static = launch.args[0]
-        ((embedding, _),) = static.planned
-        embedding.optimizer.in_graph = self.tables  # a real capture runs the backward pass
-        return StandIn(launch, static, self)
-
-
-class StandIn:
-    """Launches again what was captured, with what the host knew of the batch at that time."""
-
-    def __init__(self, launch: Callable[[], None], static: Any, seen: Replays) -> None:
-        self._launch, self._static, self._seen = launch, static, seen
-        ((self._embedding, _),) = static.planned
-        planned = self._embedding.pipeline.planned[-1]
-        works = [copy.copy(work) for work in planned.works]
-        for work in works:
-            work.plan = replace(work.plan)  # type: ignore[type-var]
-        self._planned = replace(planned, works=tuple(works))
-        seen.captures += 1
-
-    def pool(self) -> Any:
-        return None
-
-    def replay(self) -> None:
-        embedding, planned = self._embedding, self._planned
-        now = self._static.planned[0][1].batch
-        self._seen.replays += 1
-        self._seen.strange += planned.batch.ends != now.ends
-        for work in planned.works:
-            work.arrive(planned.batch)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(embedding.pipeline, "_find", lambda features: planned)
-            patch.setattr(hotrow.embedding.step, "capturing", lambda: True)
-            for group in embedding.groups:
-                patch.setattr(group, "slots_hold", lambda work: True)
-            self._launch()
-
-
-@pytest.fixture
-def seen() -> Replays:
-    return Replays()
-
-
 def test_a_step_that_updates_no_rows_counts_no_update(seen: Replays) -> None:
     class Frozen(Model):
         def forward(self, batch: Any) -> Tensor:
@@ -231,30 +173,6 @@ def test_a_step_that_updates_no_rows_counts_no_update(seen: Replays) -> None:
     run(model, batches_of("sum", 9), seen)
     assert seen.replays > 3
     assert model.embedding.optimizer.steps == [0, 0]
-
-
-class OneFeature(Model):
-    """Its loss has no part of table b."""
-
-    def forward(self, batch: Any) -> Tensor:
-        out = self.embedding(batch["ids"])["f"].tanh().sum()
-        return out * 0.01 * self.scale + self.bias[: len(batch["label"])]
-
-
-@without_gpu
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize(("tables", "rule"), [("sum", "adamw"), ("mean", "adam")])
-def test_a_captured_step_leaves_unused_tables_alone(tables: str, rule: str, seen: Replays) -> None:
-    batches, outcomes = batches_of(tables, 9), []
-    seen.tables = ("a",)
-    for replays in (None, seen):
-        model = make(tables, rule, model=OneFeature)
-        start = model.embedding.state_dict()["embedding_bags.b.weight"]
-        outcomes.append(run(model, batches, replays))
-        assert model.embedding.optimizer.steps == [9, 0]
-        assert torch.equal(model.embedding.state_dict()["embedding_bags.b.weight"], start)
-    assert seen.replays > 3
-    assert outcomes[0].same_bits(outcomes[1])
 
 
 @without_gpu
@@ -398,6 +316,7 @@ def wide(strategy: str, slots: int = 0) -> Model:
 
 
 @without_gpu
+@pytest.mark.slow
 def test_vectors_without_pooling_are_captured_where_their_number_is_the_same(seen: Replays) -> None:
     for options in ({"most": 3, "empty": False}, {"most": 9}):
         seen.replays = 0
@@ -408,27 +327,14 @@ def test_vectors_without_pooling_are_captured_where_their_number_is_the_same(see
 
 
 @without_gpu
-def test_short_and_larger_batches_run_eagerly_among_captured_ones(seen: Replays) -> None:
-    batches = batches_of("two-widths", 9)
-    generator = torch.Generator().manual_seed(1)
-    large = batch_of(TABLES["two-widths"], generator, most=9, least=7)
-    short = batch_of(TABLES["two-widths"], generator, size=SIZE - 1)
-    batches[6:6] = [large, short]
-    batches.append(short)
-    limit = max(batch["ids"].values().numel() for batch in batches if batch is not large)
-    expected = run(make("two-widths", "adam"), batches)
-    model = make("two-widths", "adam", "lookahead", slots=60)
-    found = run(model, batches, seen, batch_size=SIZE, max_lookups=limit)
-    assert found.same_bits(expected)
-    assert 0 < seen.replays <= len(batches) - 3
-
-
-@without_gpu
 def test_a_shape_that_goes_takes_the_memory_of_its_graphs_along() -> None:
     """As torch does it, a pool whose last graph has gone is refused ever after."""
     graphs: dict[object, WeakSet[StandIn]] = {}
 
     class Pools(Replays):
+        def settings(self) -> GraphSettings:
+            return replace(super().settings(), forgotten=3)
+
         def capture(self, launch: Any, pool: Any, priority: int) -> Any:
             gc.collect()  # what stands in for a graph knows its input, which knows the graph
             if pool is not None and not graphs[pool]:
@@ -440,54 +346,12 @@ def test_a_shape_that_goes_takes_the_memory_of_its_graphs_along() -> None:
             return graph
 
     generator = torch.Generator().manual_seed(1)
-    short = [batch_of(TABLES["sum"], generator, size=SIZE - 1) for _ in range(8)]
-    batches = [*batches_of("sum", 7), *short, *batches_of("sum", 7, most=9)]
+    short = [batch_of(TABLES["sum"], generator, size=SIZE - 1) for _ in range(5)]
+    batches = [*batches_of("sum", 5), *short, *batches_of("sum", 5, most=7)]
     model = make("sum", "sgd", "lookahead", slots=80)
     found = run(model, batches, Pools(), batch_size=SIZE)
     assert found.same_bits(run(make("sum"), batches))
     assert len(graphs) == 2
-
-
-@without_gpu
-def test_a_given_number_of_lookups_is_the_room_from_the_start(seen: Replays) -> None:
-    batches = batches_of("sum", 9)
-    most = max(batch["ids"].values().numel() for batch in batches)
-    model = make("sum", "sgd", "lookahead", slots=60)
-    step = step_of(model, seen, max_lookups=most)
-    assert model.embedding.groups[0].planning.room(most - 1) == most
-    losses = [step(batch) for batch in stream(batches, model, step)]
-    assert found_in(model, losses).same_bits(eager("sum", "sgd", 9))
-    assert step.landing is not None
-    assert len(step.landing._shapes) <= 2
-    assert seen.replays > 3
-
-
-@without_gpu
-def test_a_batch_that_does_not_fit_the_slots_goes_the_direct_way_from_its_berth(
-    seen: Replays,
-) -> None:
-    model = make("sum", "adagrad", "lookahead", slots=16)
-    found = run(model, batches_of("sum", 9, most=3, least=2), seen)
-    assert found.same_bits(eager("sum", "adagrad", 9, most=3, least=2))
-    assert model.embedding.traffic().chunked_batches > 0
-    assert seen.replays > 0
-
-
-@without_gpu
-def test_a_learning_rate_schedule_of_the_rows_is_followed(seen: Replays) -> None:
-    def train(model: Model, replays: Replays | None = None) -> Outcome:
-        step = step_of(model, replays)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(model.embedding.optimizer, 0.8)
-        losses = []
-        for batch in stream(batches, model, step):
-            losses.append(step(batch))
-            schedule.step()
-        return found_in(model, losses)
-
-    batches = batches_of("sum", 12)
-    expected = train(make("sum", "adam"))
-    assert train(make("sum", "adam", "lookahead", slots=40), seen).same_bits(expected)
-    assert seen.strange > 0
 
 
 @without_gpu
@@ -578,6 +442,7 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_so_once(rebuilds: 
 
 
 @without_gpu
+@pytest.mark.slow
 def test_a_loss_that_raises_leaves_everything_usable() -> None:
     """In an eager step, and while it is captured."""
     batches = batches_of("sum", 13)
@@ -635,43 +500,6 @@ def test_an_error_behind_the_update_of_the_rows_does_not_update_them_twice(
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.0)
     expected = run(twin, batches, optimizer=optimizer)
     assert found_in(model, expected.losses).same_bits(expected)
-
-
-@without_gpu
-def test_what_is_counted_on_the_host_is_counted_with_every_replay() -> None:
-    """A capture runs what the host does, once, and nothing of the device's."""
-    batches = batches_of("sum", 12)
-    model = make("sum", "sgd", "lookahead", slots=40)
-    adagrad = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    steps = [state["step"] for state in adagrad.state.values()]
-
-    class Counted:
-        def __init__(self, graph: Any) -> None:
-            self._graph, self.pool = graph, graph.pool
-
-        def replay(self) -> None:
-            before = [float(each) for each in steps]
-            self._graph.replay()
-            for each, was in zip(steps, before, strict=True):
-                each.fill_(was)  # a real replay does not come by here
-
-    class Counts(Replays):
-        def capture(self, launch: Any, pool: Any, priority: int) -> Any:
-            for each in steps:
-                each += 1
-            return Counted(super().capture(launch, pool, priority))
-
-    seen = Counts()
-    found = run(model, batches, seen, optimizer=adagrad)
-    assert seen.strange > 0
-    assert [float(each) for each in steps] == [12.0, 12.0]
-    twin = make("sum")
-    expected = run(
-        twin,
-        batches,
-        optimizer=torch.optim.Adagrad(twin.parameters(), lr=0.1),
-    )
-    assert found.same_bits(expected)
 
 
 @without_gpu

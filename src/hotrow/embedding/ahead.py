@@ -10,18 +10,15 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
-import torch
 from torch import nn
 
-from hotrow.embedding.collection import EmbeddingBagCollection
-from hotrow.embedding.dense_steps import NO_ACCIDENT
-from hotrow.embedding.reader import Landing, ReadBatch, Reader, features_of
+from hotrow.embedding.collection import EmbeddingBagCollection, some_collections_in
+from hotrow.embedding.reader import ReadBatch, Reader, features_of
 from hotrow.engine import schedule
 from hotrow.engine.schedule import Ticket
 from hotrow.engine.stages import FUSED, SPLIT
 from hotrow.engine.strategy import Strategy, as_listed
 from hotrow.inputs.batch import BadId
-from hotrow.inputs.tree import tensors_in
 from hotrow.support.clock import Clock
 from hotrow.support.interrupts import Standing
 from hotrow.support.messages import warn
@@ -97,14 +94,13 @@ class Ahead:
             )
         self._loader, self._ids, self._depth, self._is_kept = loader, ids, depth, is_kept
         self._step = step
-        self._landing: Landing | None = None if step is None else step.landing
         self._standing = Standing()
         self._owner = os.getpid()
         bind_to_this_process(self)
         self.clock = Clock()
         self._running: Generator[Ticket, None, None] | None = None
-        self._model, self._unplanned = model, 0  # consecutive batches in eval() mode
-        self._collections = _collections_in(model)
+        self._model = model
+        self._collections = some_collections_in(model)
         self._strategy = _common_strategy(list(self._collections.values()))
         self._reader: Reader | None = None
         self._last: ReadBatch | None = None
@@ -123,7 +119,7 @@ class Ahead:
             self._start()
         else:
             for collection in self._collections.values():
-                collection.pipeline.take_next()
+                collection.pipeline.thread.iterate()
         assert self._running is not None
         assert self._reader is not None
         draws = self._reader.draws
@@ -144,40 +140,12 @@ class Ahead:
             self._close()
             raise
         self._last = ticket
-        self._note_mode()
-        self._reader.yielded += 1
-        if not ticket.is_landed:
-            self._reader.lanes.hand_over(tensors_in(ticket.batch))
-        for collection, planned in ticket.by_collection:
-            collection.pipeline.arrive(planned, ticket.number)
-        if self._landing is not None:
-            self._landing.arrived(ticket.batch, ticket.by_collection)
-        if ticket.is_split:
-            self._step.split(self._reader.split(ticket))
+        self._reader.hand_over(ticket)
         if draws.are_mixed and self._model not in _warned_of_draws:
             _warned_of_draws.add(self._model)
             warn(_MIXED_DRAWS)
         draws.begin_step()
         return ticket.batch
-
-    def _note_mode(self) -> None:
-        """Warn if a training loop seems to have left `eval()` on."""
-        collections = self._collections.values()
-        # The model's mode alone is not enough: `eval()` in another thread changes it for all.
-        trains = any(collection.training for collection in collections) or (
-            self._model.training
-            and not any(collection.pipeline.evaluates_alone for collection in collections)
-        )
-        if trains or not torch.is_grad_enabled():
-            self._unplanned = 0
-            return
-        self._unplanned += 1
-        if self._unplanned == NO_ACCIDENT:
-            warn(
-                f"{NO_ACCIDENT} batches of hotrow.ahead came while the model was in eval() mode, "
-                "in which no row is updated, with gradients on. To train, call model.train(); to "
-                "evaluate, torch.no_grad() leaves this warning out"
-            )
 
     def __len__(self) -> int:
         """Return the loader's own length."""
@@ -253,9 +221,8 @@ class Ahead:
         if getattr(self, "_running", None) is None or sys.is_finalizing():
             return
         # Another thread may be training, and reading what this one must not change.
-        pipelines = [collection.pipeline for collection in self._collections.values()]
-        is_foreign = any(pipeline.is_trained_elsewhere for pipeline in pipelines)
-        if not self._close(waits=not is_foreign):
+        threads = [collection.pipeline.thread for collection in self._collections.values()]
+        if not self._close(waits=not any(thread.is_elsewhere for thread in threads)):
             return
         try:
             self._refuse_changed_ids(waits=True)
@@ -282,7 +249,6 @@ class Ahead:
                     self._ids,
                     self._strategy,
                     self._depth,
-                    self._landing,
                     self._step,
                     self.clock,
                     self._is_kept,
@@ -290,8 +256,6 @@ class Ahead:
                 if resumed is not None:
                     self._began = resumed["random"]
                     self._reader.skip(resumed["batches"])
-            if self._landing is not None:
-                self._landing.begin(self._reader.lane)
         except BaseException:
             for collection in entered:
                 collection.pipeline.leave(self)
@@ -319,20 +283,6 @@ def _as_it_began(resumed: Mapping[str, Any] | None) -> Iterator[None]:
         yield
     finally:
         restore_random_states(now)
-
-
-def _collections_in(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
-    collections = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, EmbeddingBagCollection)
-    }
-    if not collections:
-        raise ValueError(
-            f"{type(model).__name__} holds no hotrow collection; give the model that calls it"
-        )
-    # torch.compile wraps a model under this name, which no user wrote.
-    return {name.removeprefix("_orig_mod."): module for name, module in collections.items()}
 
 
 def _common_strategy(collections: Sequence[EmbeddingBagCollection]) -> Strategy:

@@ -116,7 +116,7 @@ class EmbeddingBagCollection(nn.Module):
         self.lock = RowLock(shared=self.device.type == "cpu")
         options = {"seed": self.seed, "output_dtype": output_dtype, "fill": fill}
         self._rows = builder.build(engine, shared, self.lanes, self.lock, **options)
-        self._step = PendingStep(self._rows, self.optimizer, on_nonfinite, self.lock, self._thread)
+        self._step = PendingStep(self._rows, on_nonfinite, self._thread)
         self.pipeline = Pipeline(self._rows, self._step, self._thread, self.features)
         self.row_access = RowAccess(self._rows, self.pipeline)
         self.pins = Pins(self._rows, self.pipeline)
@@ -166,10 +166,8 @@ class EmbeddingBagCollection(nn.Module):
     def _evaluate(self, features: Any) -> Embedded:
         """Read rows where they are, from any thread; change no map, hold or counter. All vectors
         are of one finished step."""
-        if torch.is_grad_enabled():
-            iterator = self.pipeline.iterator
-            is_running = iterator is not None and iterator() is not None  # it warns itself
-            self._evaluations.note(warns=self.requires_grad and not is_running)
+        if torch.is_grad_enabled() and not self._thread.is_elsewhere:
+            self._evaluations.note(warns=self.requires_grad)
         turn = self.lock.turn(count_ids(features), beside_training=self._thread.is_elsewhere)
         with turn, torch.no_grad():
             batch = parse(features, self.features, self.device)
@@ -232,6 +230,8 @@ class EmbeddingBagCollection(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """As `nn.Module.train`. Remembers the module whose `train()` or `eval()` was called."""
         self._evaluations.mode_set_by(self, sys._getframe(1))
+        if mode:
+            self._evaluations.end()
         return super().train(mode)
 
     def accumulate(self) -> AbstractContextManager[None]:
@@ -435,6 +435,26 @@ class EmbeddingCollection(EmbeddingBagCollection):
     def __init__(self, tables: Sequence[EmbeddingBagConfig], *args: Any, **kwargs: Any) -> None:
         unpooled = [replace(table, pooling="none") for table in listed_tables(tables)]
         super().__init__(unpooled, *args, **kwargs)
+
+
+def collections_in(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
+    """Return the collections of a model by name."""
+    # torch.compile wraps a model under this name, which no user wrote.
+    return {
+        name.removeprefix("_orig_mod."): module
+        for name, module in model.named_modules()
+        if isinstance(module, EmbeddingBagCollection)
+    }
+
+
+def some_collections_in(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
+    """Return the collections of a model by name; raise if it has none."""
+    collections = collections_in(model)
+    if not collections:
+        raise ValueError(
+            f"{type(model).__name__} holds no hotrow collection; give the model that calls it"
+        )
+    return collections
 
 
 def _engine(device: torch.device) -> Engine:

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hotrow.embedding.optimizer import RowOptimizer
 from hotrow.support.messages import warn
 
-NO_ACCIDENT = 3  # steps or batches in the wrong mode
+_NO_ACCIDENT = 3  # steps in the wrong mode
 
 _count = 0
 _last: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # when each stepped last
@@ -50,9 +50,14 @@ def weights_since(number: int) -> Iterator[Tensor]:
     """Yield the weights of dense optimizers that have stepped since `count()` was `number`."""
     for optimizer, last in list(_last.items()):
         if last > number:
-            if (weights := getattr(optimizer, "weights", None)) is None:
-                weights = [each for group in optimizer.param_groups for each in group["params"]]
-            yield from weights  # MasterWeights names them; its groups have the masters
+            yield from weights_of(optimizer)
+
+
+def weights_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the weights that an optimizer trains: it may name them, as one of masters does."""
+    groups = optimizer.param_groups
+    weights = getattr(optimizer, "weights", None)
+    return [x for group in groups for x in group["params"]] if weights is None else list(weights)
 
 
 def are_in_this_pass() -> bool:
@@ -72,7 +77,7 @@ class EvaluationWatch:
     """Notices a training loop that has left its model in `eval()` mode.
 
     That is so if an optimizer of the module that was put into this mode steps again and again
-    between lookups. `hotrow.ahead` has a warning of its own.
+    between lookups.
     """
 
     def __init__(self) -> None:
@@ -90,7 +95,7 @@ class EvaluationWatch:
         self._model = weakref.ref(module)
 
     def end(self) -> None:
-        """Note a lookup in train() mode."""
+        """Note a lookup in train() mode, or that mode: captured steps look nothing up."""
         self._lookups = 0
 
     def note(self, *, warns: bool) -> None:
@@ -101,13 +106,13 @@ class EvaluationWatch:
             self._first_steps = _count
         self._lookups, self._last_steps = self._lookups + 1, _count
         model = self._model()
-        if self._lookups <= NO_ACCIDENT or self._warned or not warns or model is None:
+        if self._lookups <= _NO_ACCIDENT or self._warned or not warns or model is None:
             return
         trained = {id(weight) for weight in weights_since(self._first_steps)}
         if any(id(weight) in trained for weight in model.parameters()):
             self._warned = True
             warn(
-                f"{NO_ACCIDENT} optimizer steps followed lookups in eval() mode, in which no row "
+                f"{_NO_ACCIDENT} optimizer steps followed lookups in eval() mode, in which no row "
                 "is updated. To train, call model.train(); to leave the rows as they are, call "
                 "embedding.requires_grad_(False)"
             )

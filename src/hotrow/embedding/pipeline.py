@@ -90,7 +90,7 @@ class Pipeline:
         thread: TrainingThread,
         features: tuple[str, ...],
     ) -> None:
-        self._rows, self._step, self._thread = rows, step, thread
+        self._rows, self._step, self.thread = rows, step, thread
         self._features = features
         self.planned: deque[PlannedBatch] = deque()
         self.forget_planned()
@@ -298,14 +298,10 @@ class Pipeline:
                 "without ahead; else finish the first one's loop, or call its close()"
             )
         refuse_replicas()
-        self._thread.iterate()
+        self.thread.iterate()
         for group in self._rows.every_group:
             group.planning.take_changed()  # of a pass that ended with an error
         self.iterator = weakref.ref(iterator)
-
-    def take_next(self) -> None:
-        """Note that the current thread takes a batch; raise while another one trains."""
-        self._thread.iterate()
 
     def leave(self, iterator: Any, *, waits: bool = True) -> None:
         """End the pass of an iterator; do nothing if another one has entered since.
@@ -344,7 +340,7 @@ class Pipeline:
         with rows.lock.writing():
             if self.iterator is not entered:
                 return  # another thread was first
-            self._thread.end_iteration()
+            self.thread.end_iteration()
             self.forget_planned()
             self.iterator = None
             if not sys.is_finalizing():  # else no step follows, and threads that move rows are gone
@@ -376,7 +372,7 @@ class Pipeline:
     def refuse_if_running(self, what: str) -> None:
         """Raise unless training stands still: no iterator runs, and no update is pending."""
         running = self.finish_abandoned()
-        self._thread.check(f"calls {what}" if what.endswith("()") else f"is {what}")
+        self.thread.check(f"calls {what}" if what.endswith("()") else f"is {what}")
         if running is not None:
             raise RuntimeError(
                 f"{what} while hotrow.ahead is running: rows are on their way to where batches "
@@ -388,17 +384,7 @@ class Pipeline:
     def check_thread(self, what: str) -> None:
         """Raise if another thread trains; `what` says what the current one is about to do."""
         self.finish_abandoned()
-        self._thread.check(what)
-
-    @property
-    def is_trained_elsewhere(self) -> bool:
-        """Whether another thread trains, or has trained and is alive."""
-        return self._thread.is_elsewhere
-
-    @property
-    def evaluates_alone(self) -> bool:
-        """Whether `eval()` was called in the current thread and holds for it alone."""
-        return self._thread.evaluates_alone
+        self.thread.check(what)
 
     @property
     def updates_at_once(self) -> bool:

@@ -118,9 +118,6 @@ class ReadBatch(Ticket):
         pairs = zip(self.by_collection, self.names, strict=True)
         return [(collection, planned, name) for (collection, planned), name in pairs]
 
-    def has_ids_as_read(self) -> bool:
-        return all(planned.is_as_read for _, planned in self.by_collection)
-
     def begin(self, lanes: Lanes) -> None:
         """Wait for the batch alone, not for its rows, if the rows of its first samples are surely
         in place: the step waits for the other rows."""
@@ -155,7 +152,6 @@ class Reader:
         ids: Callable[[Any], Any] | None,
         strategy: Strategy,
         depth: int | None,
-        landing: Landing | None,
         step: Any,
         clock: Clock,
         is_kept: bool,
@@ -165,7 +161,8 @@ class Reader:
             _warn_of_dropped(loader)
         self._can_split = hasattr(step, "split")
         self._reading = clock.part("read")
-        self._strategy, self._landing = strategy, landing
+        self._strategy, self._step = strategy, step
+        self._landing: Landing | None = None if step is None else step.landing
         self.lanes = next(iter(collections.values())).lanes
         self._depth = strategy.look_ahead if depth is None else depth
         self.stages = strategy.timed_stages
@@ -188,6 +185,8 @@ class Reader:
         self.yielded = 0
         self._groups = [group for c in collections.values() for group in c.groups]
         self._asked = self._last_useful = 0
+        if self._landing is not None:
+            self._landing.begin(self.lane)
 
     def admit(self) -> ReadBatch | None:
         """Return the next batch to plan; read on, so that the plan knows what it must."""
@@ -212,9 +211,10 @@ class Reader:
     def _upload(self, read: ReadBatch) -> ReadBatch:
         """Move the batch itself to the device: only its ids went there before."""
         device, landing = self.lanes.device, self._landing
-        if (device.type != "cpu" or landing is not None) and read.error is None:
-            read.error = self._why_changed(read)
-        if (device.type != "cpu" or landing is not None) and read.error is None:
+        if device.type == "cpu" and landing is None:
+            return read
+        read.error = read.error or self._why_changed(read)
+        if read.error is None:
             is_locked = self._may_refill and any(x.is_pinned() for x in tensors_in(read.batch))
             with self.lanes.on(self.lane):
                 landed = None if landing is None else landing.land(read.batch, read.by_collection)
@@ -245,6 +245,18 @@ class Reader:
                 raise error
         read.held = None
 
+    def hand_over(self, read: ReadBatch) -> None:
+        """Note that a batch is yielded, and let lookups and captured steps find it."""
+        self.yielded += 1
+        if not read.is_landed:
+            self.lanes.hand_over(tensors_in(read.batch))
+        for collection, planned in read.by_collection:
+            collection.pipeline.arrive(planned, read.number)
+        if self._landing is not None:
+            self._landing.arrived(read.batch, read.by_collection)
+        if read.is_split:
+            self._step.split(self._split(read))
+
     def _why_changed(self, read: ReadBatch) -> Exception | None:
         """Return the error of a batch that its loader has changed; None: it is as it was."""
         held, source = read.held, self._iterator
@@ -267,7 +279,7 @@ class Reader:
             "tensors for each batch, such as batch.clone(), or read none ahead: depth=0"
         )
 
-    def split(self, read: ReadBatch) -> Split:
+    def _split(self, read: ReadBatch) -> Split:
         """Return what a step must know to train a batch in two parts."""
         parted = read.parted
         assert parted is not None

@@ -1,13 +1,10 @@
 """Checks, on a sample, that rows which were not written keep their bits.
 
-Knows what engines promise about their rows. Members of a group that this module uses: `layout`,
-`store`, `planner.last_use`, `pad.row_of_slot`, `slots`, `device`, `everything`, `why_no_snapshot`;
-`settle`.
+Knows what engines promise about their rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,7 +20,7 @@ from hotrow.store.changed import TouchedRows
 from hotrow.support.messages import few
 from hotrow.support.streams import synchronize
 
-SAMPLE = 4096  # rows of each width in slow memory, and as many slots
+_SAMPLE = 4096  # rows of each width in slow memory, and as many slots
 _IN_FLIGHT = 8  # newest plans, of which some may not be trained yet
 
 
@@ -55,7 +52,7 @@ class _Sample:
 
 
 class RowVerifier:
-    """Verifies the rows of collections, from when it is made.
+    """Verifies the rows of a collection, from when it is made.
 
     A row in slow memory may change when a write was announced (`Store.will_write`). A row in an
     unpinned slot may change when the slot gets another row, when a batch that uses it is planned,
@@ -63,13 +60,11 @@ class RowVerifier:
     in device memory may change at any time: they are not compared.
     """
 
-    def __init__(
-        self, collections: Iterable[EmbeddingBagCollection], *, step: int = 0, sample: int = SAMPLE
-    ) -> None:
-        self._collections, self._sample, self._since = list(collections), sample, step
+    def __init__(self, collection: EmbeddingBagCollection, *, step: int = 0) -> None:
+        self._collection, self._since = collection, step
         self._draw = torch.Generator().manual_seed(0)  # leaves the global generator alone
         self._come_to_rest()
-        self._samples = [sample for c in self._collections for sample in self._take(c)]
+        self._samples = self._take()
 
     def verify(self, step: int) -> int:
         """Compare the sample and take another one; return how many unwritten rows were compared.
@@ -77,14 +72,13 @@ class RowVerifier:
         Raises CorruptRows if bits or maps are wrong.
         """
         self._come_to_rest()
-        for collection in self._collections:
-            try:
-                collection.check()
-            except AssertionError as error:
-                raise self._corrupt(f"the maps of slots are wrong ({error})", step) from error
+        try:
+            self._collection.check()
+        except AssertionError as error:
+            raise self._corrupt(f"the maps of slots are wrong ({error})", step) from error
         compared = sum(self._compare(sample, step) for sample in self._samples)
         self._since = step
-        self._samples = [sample for c in self._collections for sample in self._take(c)]
+        self._samples = self._take()
         return compared
 
     def end(self) -> None:
@@ -93,17 +87,16 @@ class RowVerifier:
 
     def _come_to_rest(self) -> None:
         """Wait until all announced writes are done."""
-        for collection in self._collections:
-            for group in collection.every_group:
-                group.settle()
-            if collection.device.type == "cuda":
-                synchronize(collection.device)
+        for group in self._collection.every_group:
+            group.settle()
+        if self._collection.device.type == "cuda":
+            synchronize(self._collection.device)
 
     # -- samples -----------------------------------------------------------------------
 
-    def _take(self, collection: EmbeddingBagCollection) -> list[_Sample]:
+    def _take(self) -> list[_Sample]:
         by_store: dict[int, list[Group]] = {}
-        for group in collection.every_group:
+        for group in self._collection.every_group:
             by_store.setdefault(id(group.store), []).append(group)
         return [self._take_from(groups) for groups in by_store.values()]
 
@@ -112,8 +105,8 @@ class RowVerifier:
         store, num_rows = group.store, group.layout.num_rows
         ids = torch.empty(0, dtype=torch.int64)
         if store.why_no_snapshot is None:
-            ids = torch.randint(num_rows, (self._sample,), generator=self._draw).unique()
-            if num_rows <= self._sample:
+            ids = torch.randint(num_rows, (_SAMPLE,), generator=self._draw).unique()
+            if num_rows <= _SAMPLE:
                 ids = torch.arange(num_rows)
         slots = tuple(
             self._slots_of(group)
@@ -130,7 +123,7 @@ class RowVerifier:
         free = (rows == FREE) | (last_use == PINNED)
         newest = int(last_use[~free].max()) if not free.all() else 0
         slots = (~free & (last_use < newest - _IN_FLIGHT)).nonzero().squeeze(1)
-        slots = slots[torch.randperm(len(slots), generator=self._draw)[: self._sample]]
+        slots = slots[torch.randperm(len(slots), generator=self._draw)[:_SAMPLE]]
         held = group.slots[slots.to(group.device)].cpu()
         return _Slots(group, slots, rows[slots].long(), last_use[slots], held)
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from hotrow.embedding import dense_steps
-from hotrow.embedding.optimizer import RowOptimizer
 from hotrow.embedding.row_groups import Group, RowGroups
 from hotrow.engine.split_batch import Place
 from hotrow.engine.work import Work
@@ -26,7 +25,7 @@ from hotrow.kernels import reference
 from hotrow.support.interrupts import uninterrupted
 from hotrow.support.messages import warn
 from hotrow.support.streams import capturing
-from hotrow.support.threads import Call, RowLock, TrainingThread
+from hotrow.support.threads import Call, TrainingThread
 
 _MOST_CHECKS = 64  # a loop may train rows alone, beside a dense part that is trained elsewhere
 
@@ -158,16 +157,9 @@ class PendingStep:
     They are kept by id, so it does not matter when, or in how many batches, they were made.
     """
 
-    def __init__(
-        self,
-        rows: RowGroups,
-        optimizer: RowOptimizer,
-        on_nonfinite: str,
-        lock: RowLock,
-        thread: TrainingThread,
-    ) -> None:
-        self._lock, self._thread = lock, thread
-        self._rows, self._optimizer, self._on_nonfinite = rows, optimizer, on_nonfinite
+    def __init__(self, rows: RowGroups, on_nonfinite: str, thread: TrainingThread) -> None:
+        self._rows, self._on_nonfinite, self._thread = rows, on_nonfinite, thread
+        self._lock, self._optimizer = rows.lock, rows.optimizer
         self.grad_scale: Any = None
         self._accumulating = 0
         self._waiting: list[_RowGrads] = []

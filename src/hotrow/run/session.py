@@ -223,7 +223,7 @@ class Session:
     def _train(self, steps: int) -> None:
         job, tally, training = self._job, self._tally, self._config.training
         every, verify_every = training.eval_every, training.verify_every
-        verifier = RowVerifier([job.embedding], step=job.done) if verify_every else None
+        verifier = RowVerifier(job.embedding, step=job.done) if verify_every else None
         is_verified = True  # all steps so far
         with self._observer.progress("training", steps=steps) as advance, self._tracing as tracing:
             for record in job.train():

@@ -243,11 +243,6 @@ class TrainingThread:
             self._mode = training
             self._modes.__dict__.pop("own", None)
 
-    @property
-    def evaluates_alone(self) -> bool:
-        """Whether `eval()` was called in the current thread and holds for it alone."""
-        return self._mode and not self.mode
-
 
 # -- forked children -------------------------------------------------------------------
 

@@ -42,44 +42,27 @@ class CaptureGuard:
         )
 
     def _parts_now(self) -> list[Any]:
-        """Return every tensor and module, and the optimizer's state."""
+        """Return every tensor and module, and the optimizer's state and tensors on a device."""
         parts = list(chain.from_iterable(map(_values, self._tables)))
         if self._optimizer is not None:
             for state in self._optimizer.state.values():
                 parts += [value for value in state.values() if isinstance(value, Tensor)]
-        return parts
+        return parts + [value for value in self._settings_now() if _is_on_device(value)]
 
     def _facts_now(self) -> tuple[Any, ...]:
-        groups: Iterable[Any] = () if self._optimizer is None else self._optimizer.param_groups
+        settings = [value for value in self._settings_now() if not _is_on_device(value)]
         return (
             list(map(Tensor.data_ptr, self._tensors)),
             list(map(_learns, self._tensors)),
             list(map(_trains, self._modules)),
-            [
-                _setting(value)
-                for group in groups
-                for key, value in group.items()
-                if key != "params"
-            ],
+            [value.tolist() if isinstance(value, Tensor) else value for value in settings],
         )
 
-
-def _setting(value: Any) -> Any:
-    """Return what a setting is compared by. A graph reads a tensor on the device anew, and has the
-    value of one on the host."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.tolist() if value.device.type == "cpu" else _Same(value)
+    def _settings_now(self) -> list[Any]:
+        groups: Iterable[Any] = () if self._optimizer is None else self._optimizer.param_groups
+        return [value for group in groups for key, value in group.items() if key != "params"]
 
 
-class _Same:
-    """Equal to itself alone; keeps the tensor, so that no other can take its identity."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._tensor is self._tensor
-
-    def __hash__(self) -> int:
-        return id(self._tensor)
+def _is_on_device(value: Any) -> bool:
+    """Whether a graph reads a setting anew; it has the value of one on the host."""
+    return isinstance(value, Tensor) and value.device.type != "cpu"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hotrow.embedding import dense_steps
-from hotrow.embedding.collection import EmbeddingBagCollection
+from hotrow.embedding.collection import some_collections_in
 from hotrow.embedding.optimizer import RowOptimizer
 from hotrow.engine.split_batch import Split
 from hotrow.support.streams import Lanes
@@ -75,11 +75,7 @@ def graphed(
     for name, value in (("batch_size", batch_size), ("max_lookups", max_lookups)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
-    lanes = lanes_in(model)
-    if lanes is None:
-        raise ValueError(
-            f"{type(model).__name__} holds no hotrow collection; give the model that calls it"
-        )
+    lanes = next(iter(some_collections_in(model).values())).lanes
     return GraphedStep(
         model,
         loss_fn,
@@ -90,14 +86,6 @@ def graphed(
         clip_norm=clip_norm,
         lanes=lanes if lanes.device.type == "cuda" else None,
     )
-
-
-def lanes_in(model: nn.Module) -> Lanes | None:
-    """Return the lanes in which a model's rows move; None if it has no collection."""
-    for module in model.modules():
-        if isinstance(module, EmbeddingBagCollection):
-            return module.lanes
-    return None
 
 
 class GraphedStep:
@@ -242,18 +230,12 @@ class GraphedStep:
     def _update(self) -> None:
         """Update the dense part."""
         if self._clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._clipped(), self._clip_norm)
+            weights: Any = self._model.parameters()
+            if self._optimizer is not None:  # gradients of other weights are not zeroed, and grow
+                weights = dense_steps.weights_of(self._optimizer)
+            nn.utils.clip_grad_norm_(weights, self._clip_norm)
         if self._optimizer is not None:
             self._optimizer.step()
-
-    def _clipped(self) -> list[Tensor]:
-        """Return the optimizer's weights; gradients of others are not zeroed, and grow."""
-        if self._optimizer is None:
-            return list(self._model.parameters())
-        weights = getattr(self._optimizer, "weights", None)
-        if weights is not None:  # an optimizer of masters, which are in its groups
-            return list(weights)
-        return [weight for group in self._optimizer.param_groups for weight in group["params"]]
 
 
 def _mean_loss(loss_fn: Callable[[Any, Any], Tensor], predictions: Any, labels: Any) -> Tensor:

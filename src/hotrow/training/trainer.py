@@ -23,13 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hotrow.embedding.ahead import Ahead
-from hotrow.embedding.collection import EmbeddingBagCollection
+from hotrow.embedding.collection import EmbeddingBagCollection, collections_in
 from hotrow.inputs.tree import to_device
 from hotrow.support.clock import Clock, named
 from hotrow.support.records import EvalRecord, LateStepRecord, StepRecord
 from hotrow.support.streams import Lanes, Mark, lanes_of
 from hotrow.training.captured import CapturedStep
-from hotrow.training.graphed import GraphedStep, check_optimizer, label_of, lanes_in
+from hotrow.training.graphed import GraphedStep, check_optimizer, label_of
 from hotrow.training.static_inputs import PendingLoss
 
 Batch = TypeVar("Batch")
@@ -96,13 +96,16 @@ class Trainer(Generic[Batch]):
         self.loss_samples, self.loss_seconds = 0, 0.0  # of mean_loss
         self.autocast = autocast
         self._algorithms = partial(algorithms, deterministic, self.device)
-        lanes = lanes_in(model) if graphs and self.device.type == "cuda" else None
+        self._collections = collections_in(model)
+        lanes = next((collection.lanes for collection in self._collections.values()), None)
+        if not graphs or lanes is None or not self.device.type == lanes.device.type == "cuda":
+            lanes = None
         self._step = GraphedStep(
             model,
             loss_fn,
             dense_optimizer,
             labels=labels,
-            lanes=None if lanes is None or lanes.device.type == "cpu" else lanes,
+            lanes=lanes,
             compile=compile,
             clip_norm=clip_norm,
             around=self._algorithms,
@@ -111,9 +114,6 @@ class Trainer(Generic[Batch]):
             ),
         )
         self._losses: _Losses | None = None
-        self._collections = [
-            module for module in model.modules() if isinstance(module, EmbeddingBagCollection)
-        ]
         self.system = system
         if isinstance(system, type) or not (system is None or hasattr(system, "attach")):
             raise TypeError(
@@ -228,11 +228,7 @@ class Trainer(Generic[Batch]):
     def one_collection(self, why: str) -> tuple[EmbeddingBagCollection, Callable[[Batch], Any]]:
         """Return the model's only collection, for a system that needs just one, and a function
         that returns its ids of a batch."""
-        named = {
-            name.removeprefix("_orig_mod."): module
-            for name, module in self.model.named_modules()
-            if isinstance(module, EmbeddingBagCollection)
-        }
+        named = self._collections
         if len(named) != 1:
             raise ValueError(
                 f"{why} of one collection, and the model has {len(named)}{': ' * bool(named)}"
@@ -277,7 +273,7 @@ class Trainer(Generic[Batch]):
     def _counters(self) -> dict[str, int]:
         """Return what all collections have looked up and moved, named as in a StepRecord."""
         totals = dict.fromkeys(_COUNTERS, 0)
-        for group in (group for c in self._collections for group in c.every_group):
+        for group in (group for c in self._collections.values() for group in c.every_group):
             counters = group.counters
             _, _, fetched, evicted = counters.moved
             loaded = counters.loaded_rows
@@ -292,7 +288,7 @@ class Trainer(Generic[Batch]):
             "read_seconds": clock.read.seconds,
             "plan_seconds": clock.plan.seconds,
             "rows_seconds": clock.rows.seconds,
-            "chunk_seconds": sum(c.chunk_seconds() for c in self._collections),
+            "chunk_seconds": sum(c.chunk_seconds() for c in self._collections.values()),
         }
 
 

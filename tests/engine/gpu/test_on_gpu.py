@@ -29,6 +29,8 @@ from builders import (
     SCHEDULES,
     Case,
     Outcome,
+    Samples,
+    is_left_out_of_forks,
     outcome,
     pairwise,
     readout,
@@ -48,7 +50,6 @@ from hotrow.kernels.triton import maps
 from hotrow.models.dlrm import DLRM
 from hotrow.training.trainer import Trainer
 from map_kernels import replace_rows
-from test_loaders import Samples
 
 pytestmark = [
     pytest.mark.gpu,
@@ -620,17 +621,7 @@ def test_a_forked_data_loader_gives_the_same_bits(pin_memory: bool) -> None:
 
 def test_forked_workers_do_not_see_the_store() -> None:
     embedding = build(CASES["one-hot"], strategy="lookahead", budget=4000)
-    address = embedding.groups[0].store.rows.data_ptr()
-    flags, inside = "", False
-    with open("/proc/self/smaps", encoding="ascii") as file:
-        for line in file:
-            head = line.split()[0]
-            if "-" in head and not head.endswith(":"):
-                low, high = (int(part, 16) for part in head.split("-"))
-                inside = low <= address < high
-            elif inside and line.startswith("VmFlags:"):
-                flags = line
-    assert " dc" in flags  # "do not copy area on fork"
+    assert is_left_out_of_forks(embedding.groups[0].store.rows.data_ptr())
 
 
 # -- memory --------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from hotrow.embedding.ahead import features_of
-from hotrow.embedding.collection import EmbeddingBagCollection
+from hotrow.embedding.collection import EmbeddingBagCollection, collections_in
 from hotrow.engine.stages import LATE
 from hotrow.inputs.batch import Batch, parse
 from hotrow.inputs.held_batches import Kept
@@ -213,11 +213,7 @@ class Hotline:
     def attach(self, trainer: Trainer[Any]) -> None:
         """Bind to a trainer; refuse models that cannot be trained in parts."""
         _refuse_batch_statistics(trainer.model)
-        named = {
-            name.removeprefix("_orig_mod."): module
-            for name, module in trainer.model.named_modules()
-            if isinstance(module, EmbeddingBagCollection)
-        }
+        named = collections_in(trainer.model)
         self._pinned = {name: rows for name, rows in named.items() if not rows.strategy.everything}
         if not self._pinned:
             raise ValueError(
