@@ -13,9 +13,8 @@ import numpy as np
 
 from clicks import write
 from hotrow.data.prepared import Prepared
-from hotrow.data.prepared.job import Settings, Sizes, Watch
+from hotrow.data.prepared.job import Disk, Settings, Sizes, Watch
 from hotrow.data.prepared.sources import open_source
-from hotrow.data.prepared.spool import Disk
 from hotrow.data.prepared.work import prepare
 
 SMALL = Sizes(piece_bytes=9000, piece_samples=40, event_bytes=20_000, stretch_pieces=3)

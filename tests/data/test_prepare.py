@@ -28,8 +28,7 @@ from clicks import (
     write,
 )
 from hotrow.data.prepared import Prepared
-from hotrow.data.prepared.job import Settings, needed, share
-from hotrow.data.prepared.spool import Disk
+from hotrow.data.prepared.job import Disk, Settings, needed, share
 from preparing import (
     IN_ORDER,
     ONE_COLUMN,

@@ -21,8 +21,7 @@ from hotrow.data.prepared.arrow import column_keys
 from hotrow.data.prepared.columns import Columns
 from hotrow.data.prepared.pieces import BadLines
 from hotrow.data.prepared.shards import AtRandom
-from hotrow.data.prepared.sources import Avazu
-from hotrow.data.prepared.taobao import POINTS, STEPS, make_samples
+from hotrow.data.prepared.sources import POINTS, STEPS, Avazu, make_samples
 from hotrow.support.hashing import mixed
 from preparing import IN_ORDER, ONE_COLUMN, Full, Heard, all_of, lists_of, prepared, total
 
@@ -669,7 +668,7 @@ def test_taobao_users_of_one_event_make_no_sample(tmp_path: Path) -> None:
 
 
 def test_an_unknown_kind_suggests_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="unknown kind of files 'critero'; did you mean criteo"):
+    with pytest.raises(ValueError, match=r"unknown kind of files 'critero' .did you mean 'criteo'"):
         run("critero", tmp_path / "out", tmp_path)
     with pytest.raises(ValueError, match="--columns is for parquet and csv"):
         run("criteo", tmp_path / "out", tmp_path, toml=CSV)

@@ -21,7 +21,7 @@ from hotrow.data.prepared.format import (
     to_json,
     write_shard,
 )
-from hotrow.data.prepared.spool import Disk
+from hotrow.data.prepared.job import Disk
 from preparing import Full
 
 SCHEMA = Schema(

@@ -36,18 +36,18 @@ from hotrow.checkpoint.manifest import (
     to_json,
     with_checksum,
 )
-from hotrow.checkpoint.parts import collections_of, dense_state, tables_of
-from hotrow.checkpoint.shards import (
+from hotrow.checkpoint.parts import collections_of, dense_state, pack, tables_of
+from hotrow.checkpoint.tensors import (
     RowSource,
     ShardRows,
     Where,
     cut_tables,
+    packed,
     put,
+    rows_at_once,
     table_records,
     write_shard,
 )
-from hotrow.checkpoint.tensors import packed, rows_at_once
-from hotrow.checkpoint.tree import pack
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.store.snapshot import Snapshot, Waits
 from hotrow.support.files import PARTIAL, Disk, make_durable, make_folder

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from hotrow.data.prepared import Jagged, Prepared
@@ -21,7 +22,6 @@ from hotrow.data.prepared.arrow import (
     lists_of,
     open_parquet,
     place_of,
-    pyarrow,
     value_type,
 )
 from hotrow.data.prepared.format import to_json
@@ -360,11 +360,11 @@ class _Column:
         return ValueError(f"{self._where}: column {self._name!r} has {odd}, and {expected}")
 
     def ids(self) -> NDArray[np.int64]:
-        arrow, values = pyarrow(), self._values()
-        if arrow.types.is_boolean(values.type):
-            values = values.cast(arrow.int8())
+        values = self._values()
+        if pa.types.is_boolean(values.type):
+            values = values.cast(pa.int8())
         try:
-            ids: NDArray[np.int64] = values.cast(arrow.int64()).to_numpy(zero_copy_only=False)
+            ids: NDArray[np.int64] = values.cast(pa.int64()).to_numpy(zero_copy_only=False)
         except ValueError as error:  # larger than any row's number
             kind = self._array.type
             raise ValueError(

@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from hotrow.data.prepared.arrow import (
@@ -24,7 +25,6 @@ from hotrow.data.prepared.arrow import (
     none_if_empty,
     open_parquet,
     place_of,
-    pyarrow,
     split_texts,
     value_type,
 )
@@ -157,7 +157,7 @@ class Described:
                 column, lengths = lists_of(column)
             try:
                 keys = column_keys(column, has_negative=feature.table in self._signed)
-            except pyarrow().ArrowInvalid as error:
+            except pa.ArrowInvalid as error:
                 raise ValueError(
                     f"column {feature.name!r} of {column.type} has values that are too large: "
                     f"{error}; cast it to text where the file is written"
@@ -276,12 +276,11 @@ class ParquetSource(Source):
                     place = after
 
     def _batches(self, file: Any, path: Path, group: int) -> Iterator[Any]:
-        arrow = pyarrow()
         try:
             yield from file.iter_batches(
                 batch_size=self._piece_samples, row_groups=[group], columns=self._columns
             )
-        except (arrow.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError) as error:
             raise ValueError(f"{path}, row group {group}: cannot be read: {error}") from error
 
     def parse(self, piece: Piece) -> Samples:

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from hotrow.data.prepared.format import TableRecord, as_bytes
-from hotrow.data.prepared.job import Job
+from hotrow.data.prepared.job import WORK, BadRows, Job, Stretch
 from hotrow.data.prepared.pieces import Piece, Samples
-from hotrow.data.prepared.spool import WORK, BadRows, Stretch
 from hotrow.data.prepared.vocabulary import (
     Counted,
     Hashed,

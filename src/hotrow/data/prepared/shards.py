@@ -21,10 +21,9 @@ from hotrow.data.prepared.format import (
     map_shard,
     write_shard,
 )
-from hotrow.data.prepared.job import Job
+from hotrow.data.prepared.job import WORK, Job, Stretch
 from hotrow.data.prepared.pieces import Samples
 from hotrow.data.prepared.reading import Table
-from hotrow.data.prepared.spool import WORK, Stretch
 from hotrow.data.prepared.vocabulary import RowChecks, Vocabulary
 from hotrow.support.files import FileRecord, inside, make_durable, why_wrong
 from hotrow.support.hashing import mixed
@@ -114,13 +113,11 @@ class Encode:
         left = [stretch for stretch in stretches if stretch.number not in self._done]
         job.watch.stage("encoding", sum(stretch.samples for stretch in left))
         samples = 0
-        for stretch, shards in job.cores.in_order(self._encode, left, ahead=job.cores.workers):
-            self._done[stretch.number] = shards
-            records = {name: asdict(shard) for name, shard in shards.items()}
-            job.disk.append(_LOG, {"stretch": stretch.number, "shards": records})
-            job.spool.remove(stretch)
+        for stretch in left:  # one is encoded while the one before is written
+            job.cores.behind(partial(self._write, stretch, *self._encode(stretch)))
             samples += stretch.samples
             job.watch.advance(samples, samples)
+        job.cores.catch_up()
         done = [self._done[stretch.number] for stretch in stretches]
         return {name: tuple(shards[name] for shards in done if name in shards) for name in SPLITS}
 
@@ -139,17 +136,33 @@ class Encode:
             raise ValueError("the source files have changed; --restart prepares them anew")
         return job.spool.read(again)
 
-    def _encode(self, stretch: Stretch) -> dict[str, ShardRecord]:
-        """Write the shards of a stretch, one for each split that it has samples of. Runs on
-        workers."""
-        samples = self._samples(stretch)
-        ids = np.empty((stretch.samples, len(self._schema.single)), self._schema.id_dtype)
-        for first in range(0, stretch.samples, _TOGETHER):
+    def _encode(self, stretch: Stretch) -> tuple[Samples, NDArray[Any], dict[str, NDArray[Any]]]:
+        """Return the samples of a stretch, their ids, and the ids of lists by feature."""
+        schema, samples = self._schema, self._samples(stretch)
+        ids = np.empty((stretch.samples, len(schema.single)), schema.id_dtype)
+
+        def fill(first: int) -> None:
             here = slice(first, first + _TOGETHER)
-            for place, feature in enumerate(self._schema.single):
+            for place, feature in enumerate(schema.single):
                 ids[here, place] = self._rows(feature, samples, here)
-        values = {f.name: self._rows(f, samples, slice(None)) for f in self._schema.jagged}
-        codes = self._split(samples.lines)
+
+        def rows(feature: Feature) -> NDArray[Any]:
+            return self._rows(feature, samples, slice(None)).astype(schema.id_dtype)
+
+        self._job.cores.map(fill, range(0, stretch.samples, _TOGETHER))
+        names = [feature.name for feature in schema.jagged]
+        lists = self._job.cores.map(rows, schema.jagged)
+        return samples, ids, dict(zip(names, lists, strict=True))
+
+    def _write(
+        self,
+        stretch: Stretch,
+        samples: Samples,
+        ids: NDArray[Any],
+        values: dict[str, NDArray[Any]],
+    ) -> None:
+        """Write the shards of a stretch, one for each split that it has samples of."""
+        job, codes = self._job, self._split(samples.lines)
         shards = {}
         for code in np.flatnonzero(np.bincount(codes)).tolist():
             mask = codes == code
@@ -161,8 +174,11 @@ class Encode:
                 arrays[f"{name}.offsets"] = np.concatenate([[0], np.cumsum(lengths[mask])])
                 arrays[f"{name}.values"] = rows[np.repeat(mask, lengths)]
             file = f"shards/{SPLITS[code]}-{stretch.number:05}.bin"
-            shards[SPLITS[code]] = write_shard(self._job.disk, file, self._schema, arrays)
-        return shards
+            shards[SPLITS[code]] = write_shard(job.disk, file, self._schema, arrays)
+        self._done[stretch.number] = shards
+        records = {name: asdict(shard) for name, shard in shards.items()}
+        job.disk.append(_LOG, {"stretch": stretch.number, "shards": records})
+        job.spool.remove(stretch)
 
     def _open_checks(self, stretches: list[Stretch]) -> None:
         checked = {name for stretch in stretches for name in stretch.checked}
@@ -265,7 +281,7 @@ class Verify:
                 raise ValueError(f"{wrong}; give the same command again to make it anew")
             self._largest = np.maximum(self._largest, most)
             if is_counted:
-                job.cores.each(partial(self._count, self._ids(shard), counts, first), self._rows)
+                job.cores.map(partial(self._count, self._ids(shard), counts, first), self._rows)
             done, samples = done + shard.bytes, samples + shard.samples
             job.watch.advance(done, samples)
         return counts

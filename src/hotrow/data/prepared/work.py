@@ -32,7 +32,18 @@ from hotrow.data.prepared.format import (
     read_manifest,
     to_json,
 )
-from hotrow.data.prepared.job import SIZES, Job, Settings, Sizes, Watch, share
+from hotrow.data.prepared.job import (
+    SIZES,
+    WORK,
+    Disk,
+    Job,
+    Settings,
+    Sizes,
+    Spool,
+    Stretch,
+    Watch,
+    share,
+)
 from hotrow.data.prepared.parallel import Cores
 from hotrow.data.prepared.pieces import Source
 from hotrow.data.prepared.reading import Read
@@ -46,7 +57,6 @@ from hotrow.data.prepared.shards import (
     last_day_halved,
     out_of_order,
 )
-from hotrow.data.prepared.spool import WORK, Disk, Spool, Stretch
 from hotrow.support.messages import many
 from hotrow.support.units import show_bytes
 from hotrow.support.version import __version__
