@@ -20,8 +20,8 @@ from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.arrow import column_keys
 from hotrow.data.prepared.columns import Columns
 from hotrow.data.prepared.pieces import BadLines
-from hotrow.data.prepared.shards import AtRandom
 from hotrow.data.prepared.sources import POINTS, STEPS, Avazu, make_samples
+from hotrow.data.prepared.stages import AtRandom
 from hotrow.support.hashing import mixed
 from preparing import IN_ORDER, ONE_COLUMN, Full, Heard, all_of, lists_of, prepared, total
 

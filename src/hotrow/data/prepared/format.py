@@ -211,8 +211,7 @@ def map_section(path: Path, section: Section) -> NDArray[Any]:
     if 0 in section.shape:
         return np.empty(section.shape, section.dtype)  # nothing cannot be mapped
     kind = np.dtype(section.dtype).newbyteorder("<")
-    # A plain array: memmap has slower methods, and its results are memmaps, too.
-    return np.asarray(np.memmap(path, kind, "r", section.offset, section.shape))
+    return np.memmap(path, kind, "r", section.offset, section.shape)
 
 
 def map_shard(path: Path, schema: Schema, shard: ShardRecord) -> dict[str, NDArray[Any]]:

@@ -177,12 +177,10 @@ def _arrays(parts: list[tuple[Piece, Samples]], name: str) -> Iterator[NDArray[A
     for piece, part in parts:
         if name == "lines":
             yield part.lines + piece.place.line
-        elif name in ("label", "dense"):
-            yield getattr(part, name)
         elif what == "checks":
             yield part.checks_of(feature)
         else:
-            yield (part.keys if what == "keys" else part.lengths)[feature]
+            yield getattr(part, what)[feature] if feature else getattr(part, what)
 
 
 BASE_BYTES = 384 << 20  # Python, torch and the libraries they load
@@ -301,7 +299,5 @@ class Job:
         return samples
 
     def describe(self, piece: Piece, samples: Samples) -> list[str]:
-        path, before = self.source.paths[piece.place.file], piece.place.file_line
-        return [
-            f"{path}, line {before + bad.line + 1:,}: {bad.reason}" for bad in samples.bad.first
-        ]
+        where, before = f"{self.source.paths[piece.place.file]}, line", piece.place.file_line + 1
+        return [f"{where} {before + bad.line:,}: {bad.reason}" for bad in samples.bad.first]
