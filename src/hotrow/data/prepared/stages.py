@@ -1,5 +1,5 @@
-"""The stages of `prepare`: `Read` fills the spool and makes the vocabularies of all tables, `Encode`
-turns stretches of the spool into shards, `Verify` checks shards and counts accesses."""
+"""The stages of `prepare`: `Read` fills the spool and makes the vocabularies of tables, `Encode`
+turns stretches of the spool into shards, `Verify` checks the shards and counts accesses."""
 
 from __future__ import annotations
 
