@@ -299,12 +299,15 @@ WRONG = [
     ('label = "a"\ncategories = ["a"]', "'a' is named twice"),
     ('label = "a"\ncategories = ["b"]\nlog = ["c"]', "log names 'c'"),
     ('label = "a"\ncategories = ["b"]\n[tables]\nc = "d"', r"\[tables\] names 'c'"),
-    ('label = "a"\ncategories = "b"', "categories must be a list of texts"),
-    ('label = 3\ncategories = ["b"]', "label must be text"),
+    ('label = "a"\ncategories = "b"', "categories: expected a list, got text"),
+    ('label = 3\ncategories = ["b"]', "label: expected text, got a whole number"),
     ('label = "a"\ncategory = ["b"]', "unknown key 'category'"),
     ('label = "a"\ncategories = ["b"]\n[lists]\nb = ","', "',' stands between columns already"),
     ('label = "a"\ncategories = ["b"]\n[lists]\nc = "|"', "lists. names 'c', which is none"),
-    ('label = "a"\ncategories = ["b"]\n[lists]\nb = 3', "lists. gives what stands between"),
+    (
+        'label = "a"\ncategories = ["b"]\n[lists]\nb = 3',
+        "lists.*: expected text, got a whole",
+    ),
     ('label = "a"\ncategories = ["b"]\nseparator = "::"', "separator: one character separates"),
     ('label = "a"\ncategories = ["b.c"]', "'b.c' does; give column 'b.c' another"),
 ]

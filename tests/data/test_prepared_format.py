@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from hotrow.data.prepared import Feature, Manifest, Prepared, Schema
 from hotrow.data.prepared.format import (
     MANIFEST,
     TableRecord,
-    from_json,
     sections,
     to_json,
     write_shard,
@@ -163,12 +161,6 @@ def test_a_table_or_split_that_the_data_lacks_is_named(folder: Path) -> None:
     for ask in (data.shards, data.samples, lambda split: Loader(folder, split, batch_size=4)):
         with pytest.raises(ValueError, match="no split 'valid'; it has train, test"):
             ask("valid")
-
-
-def test_a_manifest_survives_json(folder: Path) -> None:
-    manifest = Prepared(folder).manifest
-    assert from_json(json.loads(to_json(manifest)), where="here") == manifest
-    assert replace(manifest, made_by="other") != manifest
 
 
 def test_a_full_disk_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:

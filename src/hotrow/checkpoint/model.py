@@ -142,7 +142,7 @@ class SavedModel:
 
     def _refuse(self, wrong: str | None) -> None:
         if wrong:
-            raise ValueError(f"{wrong}; take a copy of the model that is whole, or train again")
+            raise ValueError(f"{wrong}; {OTHER_MODEL}")
 
     def verify(self) -> None:
         """Compare the checksums of all files and the shapes of shards; a ValueError says what is

@@ -175,7 +175,12 @@ class SubsetSource:
         # Where each block lies in what is read, minus where it lies among all samples.
         starts = np.cumsum([0, *self._source.sizes[theirs]])[:-1] - self._firsts[blocks]
         places = numbers + np.repeat(starts, self.sizes[blocks])
-        return chosen(self._source.read(theirs), places)
+        read = self._source.read(theirs)
+        lists = {}
+        for name, jagged in read.jagged.items():
+            offsets, inside = lists_in(jagged, places)
+            lists[name] = Jagged(offsets, jagged.values[inside])
+        return Samples(read.ids[places], read.dense[places], read.label[places], lists)
 
 
 def _by_shard(firsts: NDArray[np.int64], numbers: NDArray[np.int64]) -> Iterator[tuple[int, slice]]:
@@ -204,21 +209,6 @@ def _copy_blocks(
         )
     if len(whole) < len(places):  # the last one, which is short
         out[middle:] = column[full * block :]
-
-
-def chosen(samples: Samples, places: NDArray[np.int64]) -> Samples:
-    """Return the samples at these places, in this order."""
-    return Samples(
-        samples.ids[places],
-        samples.dense[places],
-        samples.label[places],
-        {name: _lists_at(lists, places) for name, lists in samples.jagged.items()},
-    )
-
-
-def _lists_at(lists: Jagged, places: NDArray[np.int64]) -> Jagged:
-    offsets, inside = lists_in(lists, places)
-    return Jagged(offsets, lists.values[inside])
 
 
 def lists_in(

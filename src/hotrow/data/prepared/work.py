@@ -29,7 +29,6 @@ from hotrow.data.prepared.format import (
     MANIFEST,
     Manifest,
     Prepared,
-    id_dtype,
     read_manifest,
     to_json,
 )
@@ -128,7 +127,8 @@ def _run(job: Job, described: dict[str, Any]) -> Manifest:
     bad, lines = stretches[-1].bad, [counted[file] for file in range(len(job.source.paths))]
     rows = {name: ids.rows for name, ids in tables.items()}
     _check_room(job, sum(rows.values()))
-    schema = replace(job.source.schema, id_dtype=id_dtype(list(rows.values())))
+    id_dtype = "int32" if max(rows.values()) < 2**31 else "int64"
+    schema = replace(job.source.schema, id_dtype=id_dtype)
     splits = Encode(job, schema, tables, _split(job, stretches, lines)).run(stretches)
     del tables  # counts need their memory
     if not splits["train"]:
