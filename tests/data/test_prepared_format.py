@@ -11,16 +11,12 @@ import numpy as np
 import pytest
 
 from hotrow.data import Loader, PreparedSource
-from hotrow.data.prepared import Feature, Manifest, Prepared, Schema
+from hotrow.data.prepared import Feature, Prepared, Schema
 from hotrow.data.prepared.format import (
     MANIFEST,
-    TableRecord,
     sections,
-    to_json,
-    write_shard,
 )
-from hotrow.data.prepared.job import Disk
-from preparing import Full
+from preparing import Full, write_prepared
 
 SCHEMA = Schema(
     "click",
@@ -44,20 +40,9 @@ def arrays(samples: int) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    disk = Disk(tmp_path)
-    tables = []
-    for place, (name, rows) in enumerate(ROWS.items()):
-        counts = disk.write(f"tables/{place:03}.counts", [np.arange(rows).tobytes()])
-        tables.append(TableRecord(name, rows, "hash", None, counts, None))
-    splits = {
-        "train": tuple(
-            write_shard(disk, f"shards/train-{i:05}.bin", SCHEMA, arrays(i)) for i in (5, 17)
-        ),
-        "test": (write_shard(disk, "shards/test-00000.bin", SCHEMA, arrays(3)),),
-    }
-    manifest = Manifest(SCHEMA, tuple(tables), splits, source={}, settings={})
-    disk.write(MANIFEST, [to_json(manifest).encode()])
-    return tmp_path
+    splits = {"train": [arrays(5), arrays(17)], "test": [arrays(3)]}
+    counts = {name: np.arange(rows) for name, rows in ROWS.items()}
+    return write_prepared(tmp_path, SCHEMA, splits, counts)
 
 
 def test_what_is_written_is_read_back(folder: Path) -> None:
@@ -84,17 +69,17 @@ def test_arrays_are_mapped_and_aligned(folder: Path) -> None:
 
 
 def test_a_changed_byte_is_found_by_verify_and_another_size_at_once(folder: Path) -> None:
-    path = folder / "shards/train-00017.bin"
+    path = folder / "shards/train-00001.bin"
     data = bytearray(path.read_bytes())
     data[20] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"train-00017\.bin has changed since it was written"):
+    with pytest.raises(ValueError, match=r"train-00001\.bin has changed since it was written"):
         Prepared(folder).verify()
     path.write_bytes(data[:10])
-    with pytest.raises(ValueError, match=r"train-00017\.bin has 10 bytes instead of"):
+    with pytest.raises(ValueError, match=r"train-00001\.bin has 10 bytes instead of"):
         Prepared(folder)
     path.unlink()
-    with pytest.raises(ValueError, match=r"train-00017\.bin is missing"):
+    with pytest.raises(ValueError, match=r"train-00001\.bin is missing"):
         Prepared(folder)
 
 
@@ -134,7 +119,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(folder: Path, name: str) 
 
 
 def test_a_link_out_of_the_folder_is_refused(folder: Path, tmp_path_factory: Any) -> None:
-    path = folder / "shards/train-00005.bin"
+    path = folder / "shards/train-00000.bin"
     outside = tmp_path_factory.mktemp("outside") / "other.bin"
     path.rename(outside)
     path.symlink_to(outside)

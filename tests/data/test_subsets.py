@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hotrow.data import ClickBatch, Loader, PreparedSource, SequenceLoader
-from hotrow.data.prepared import Feature, Manifest, Schema
-from hotrow.data.prepared.format import MANIFEST, TableRecord, to_json, write_shard
+from hotrow.data.prepared import Feature, Schema
 from hotrow.data.sources import SubsetSource
 from hotrow.support.files import Disk
 from hotrow.systems.fae.hot_cold_schedule import HotColdOrder, Separated, ShuffleRate
 from hotrow.systems.fae.separate import _others, separate
+from preparing import write_prepared
 from samples import Memory, columns, numbers_of
 
 SCHEMA = Schema(
@@ -37,22 +37,17 @@ BIG = (1 << 33) + 1  # no float32 and no int32 holds it
 
 def prepared(folder: Path, sizes: Sequence[int], *, start: int = 0) -> PreparedSource:
     """The same samples as `hotrow prepare` would leave them, a shard for each size."""
-    disk, shards, first = Disk(folder), [], start
-    for place, count in enumerate(sizes):
+    shards, first = [], start
+    for count in sizes:
         found = columns(np.arange(first, first + count), BIG)
         lists = found.jagged["list"]
-        arrays = {
+        shards.append({
             "ids": found.ids, "dense": found.dense, "label": found.label,
             "list.offsets": lists.offsets, "list.values": lists.values,
-        }  # fmt: skip
-        shards.append(write_shard(disk, f"shards/train-{place:05}.bin", SCHEMA, arrays))
+        })  # fmt: skip
         first += count
-    counts = [
-        disk.write(f"tables/{i:03}.counts", [np.zeros(5, np.int64).tobytes()]) for i in (0, 1)
-    ]
-    tables = tuple(TableRecord(n, 5, "hash", None, counts[i], None) for i, n in enumerate("ab"))
-    manifest = Manifest(SCHEMA, tables, {"train": tuple(shards), "test": ()}, {}, {})
-    disk.write(MANIFEST, [to_json(manifest).encode()])
+    counts = dict.fromkeys("ab", np.zeros(5, np.int64))
+    write_prepared(folder, SCHEMA, {"train": shards, "test": []}, counts)
     return PreparedSource(folder, "train", block=8)
 
 
