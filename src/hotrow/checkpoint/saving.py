@@ -141,6 +141,43 @@ def _begin(
     full_every = whole("full_every", full_every, least=1)
     keep = None if keep is None else whole("keep", keep, least=1)
     collections = list(collections_of(model).values())
+    _end_others(root, collections)
+    begun, save = perf_counter(), Save(step)
+    if log is not None:
+        total = sum(collection.bytes_total for collection in collections)
+        save.log_bytes = parse_bytes(log, total=max(10_000, total))
+        reasons = (collection.row_access.why_no_snapshot() for collection in collections)
+        save.why_at_once = next((why for why in reasons if why is not None), None)
+    tensors: dict[str, Tensor] = {}
+    state = json.dumps(pack(_state(model, parts, extra), tensors, "state")).encode()
+    dense = dense_state(model)
+    if save.why_at_once is None:  # training goes on and changes them
+        tensors, dense = _copies(tensors), _copies(dense)
+    make_folder(root)
+    lock = Lock(root)
+    try:
+        clean(root, keep=None)
+        name = next_name(root, step)
+        since = _parent(root, model, name, full_every)
+        is_parent = full_every > 1 and since is None
+        for collection in collections:
+            access = collection.row_access
+            access.settle()
+            if is_parent:  # the rows of this moment are those that are written
+                access.changed_since = None
+                access.note_changes()
+    except BaseException:
+        lock.release()
+        raise
+    save._start(
+        _Prepared(root, lock, name, model, step, keep, since, is_parent, dense, state, tensors)
+    )
+    save.pause = perf_counter() - begun
+    return save
+
+
+def _end_others(root: Path, collections: list[EmbeddingBagCollection]) -> None:
+    """Refuse collections that cannot be saved now; then wait for saves under way."""
     for collection in collections:
         # Otherwise rows and dense part would be of different steps.
         collection.pipeline.check_thread("saves a checkpoint")
@@ -148,30 +185,19 @@ def _begin(
             raise RuntimeError(
                 "save_checkpoint() inside of accumulate(), whose rows are not updated yet"
             )
-    for collection in collections:  # one at a time
+    for collection in collections:
         before, collection.row_access.being_saved = collection.row_access.being_saved, None
         _end(before)
     end_save_in(root)
-    begun, log_bytes = perf_counter(), 0
-    reason: str | None = "log is None"
-    if log is not None:
-        total = sum(collection.bytes_total for collection in collections)
-        log_bytes = parse_bytes(log, total=max(10_000, total))
-        reasons = (collection.row_access.why_no_snapshot() for collection in collections)
-        reason = next((why for why in reasons if why is not None), None)
-    prepared = _prepare(root, model, parts, step, extra, keep, full_every, copied=reason is None)
-    save = Save(step, log_bytes, reason)
-    save._start(prepared)
-    save.pause = perf_counter() - begun
-    return save
 
 
 class Save:
     """A checkpoint on its way to the disk."""
 
-    def __init__(self, step: int, log_bytes: int, why_at_once: str | None) -> None:
-        self.step, self.log_bytes = step, log_bytes
-        self.why_at_once = why_at_once  # None: it is written while training goes on
+    def __init__(self, step: int) -> None:
+        self.step, self.log_bytes = step, 0
+        # None: it is written while training goes on.
+        self.why_at_once: str | None = "log is None"
         self.pause = 0.0  # seconds that `begin_checkpoint` has taken
         self.seconds = 0.0  # from then until all of it was on the disk
         self.error: BaseException | None = None
@@ -423,42 +449,6 @@ class _Prepared:
         make_durable(disk.folder / "rows")
         disk.write(CHECKPOINT_FILE, [to_json(manifest)])
         return manifest
-
-
-def _prepare(
-    root: Path,
-    model: nn.Module,
-    parts: dict[str, Any],
-    step: int,
-    extra: Any,
-    keep: int | None,
-    full_every: int,
-    *,
-    copied: bool,
-) -> _Prepared:
-    """Bring all rows to the store. `copied`: copy what is no row, since it will change."""
-    tensors: dict[str, Tensor] = {}
-    state = json.dumps(pack(_state(model, parts, extra), tensors, "state")).encode()
-    dense = dense_state(model)
-    if copied:
-        tensors, dense = _copies(tensors), _copies(dense)
-    make_folder(root)
-    lock = Lock(root)
-    try:
-        clean(root, keep=None)
-        name = next_name(root, step)
-        since = _parent(root, model, name, full_every)
-        is_parent = full_every > 1 and since is None
-        for collection in collections_of(model).values():
-            access = collection.row_access
-            access.settle()
-            if is_parent:  # the rows of this moment are those that are written
-                access.changed_since = None
-                access.note_changes()
-    except BaseException:
-        lock.release()
-        raise
-    return _Prepared(root, lock, name, model, step, keep, since, is_parent, dense, state, tensors)
 
 
 def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
