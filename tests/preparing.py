@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from clicks import write
-from hotrow.data.prepared import Prepared
-from hotrow.data.prepared.job import Settings, Sizes, Watch
+from hotrow.data.prepared import Manifest, Prepared, Schema
+from hotrow.data.prepared.format import MANIFEST, TableRecord, to_json, write_shard
+from hotrow.data.prepared.job import Disk, Settings, Sizes, Watch
 from hotrow.data.prepared.sources import open_source
-from hotrow.data.prepared.spool import Disk
 from hotrow.data.prepared.work import prepare
 
 SMALL = Sizes(piece_bytes=9000, piece_samples=40, event_bytes=20_000, stretch_pieces=3)
@@ -72,6 +73,29 @@ def lists_of(data: Prepared, name: str) -> list[list[int]]:
     return [
         part.tolist() for lists in shards for part in np.split(lists.values, lists.offsets[1:-1])
     ]
+
+
+def write_prepared(
+    folder: Path,
+    schema: Schema,
+    splits: dict[str, list[dict[str, Any]]],
+    counts: dict[str, NDArray[np.int64]],
+) -> Path:
+    """A folder as `hotrow prepare` leaves it: shards of these arrays, tables of these counts."""
+    disk, tables = Disk(folder), []
+    for place, (name, uses) in enumerate(counts.items()):
+        file = disk.write(f"tables/{place:03}.counts", [uses.tobytes()])
+        tables.append(TableRecord(name, len(uses), "hash", None, file, None))
+    shards = {
+        split: tuple(
+            write_shard(disk, f"shards/{split}-{place:05}.bin", schema, arrays)
+            for place, arrays in enumerate(every)
+        )
+        for split, every in splits.items()
+    }
+    manifest = Manifest(schema, tuple(tables), shards, source={}, settings={})
+    disk.write(MANIFEST, [to_json(manifest).encode()])
+    return folder
 
 
 def total(data: Prepared) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -64,6 +64,22 @@ class Small(nn.Module):
         vectors = self.embedding(ids).values().to(self.first.weight.dtype)
         hidden = self.drop(self.norm(self.first(vectors).float()))
         return self.last(hidden.to(self.last.weight.dtype)).squeeze(1)
+
+
+class OpenFile:
+    """A file that is open for writing; subclasses change `write`."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
 
 class Loop:

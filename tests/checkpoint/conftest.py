@@ -17,7 +17,7 @@ def _small_files(request: pytest.FixtureRequest) -> Iterator[None]:
     shard, piece = getattr(request.module, "FILE_SIZES", (12_000, 1_000))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.fsync", lambda file: None)  # no machine is lost here
-        patch.setattr("hotrow.checkpoint.shards.SHARD_BYTES", shard)
+        patch.setattr("hotrow.checkpoint.tensors.SHARD_BYTES", shard)
         patch.setattr("hotrow.checkpoint.tensors.PIECE_BYTES", piece)
         yield
 

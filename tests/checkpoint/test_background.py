@@ -24,7 +24,7 @@ from hotrow.store.changed import ChangedRows
 from hotrow.store.ram import Store
 from hotrow.store.snapshot import Snapshot
 from hotrow.support.files import Disk
-from saved_training import BATCHES, DEVICE, is_whole, names_in, on_gpu, rows_of
+from saved_training import BATCHES, DEVICE, OpenFile, is_whole, names_in, on_gpu, rows_of
 from saved_training import Loop as AnyLoop
 
 FILE_SIZES = (8_000, 500)
@@ -52,10 +52,7 @@ class Slow(Disk):
         return _SlowFile(file) if path.parent.name == "rows" else file
 
 
-class _SlowFile:
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
+class _SlowFile(OpenFile):
     def write(self, part: Any) -> int:
         gate.permits.acquire()
         time.sleep(gate.seconds)
@@ -64,15 +61,6 @@ class _SlowFile:
             if gate.fails_after < 0:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
         return int(self._file.write(part))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def __enter__(self) -> _SlowFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
 
 @pytest.fixture(autouse=True)

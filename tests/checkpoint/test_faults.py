@@ -20,7 +20,7 @@ import torch
 import hotrow
 from hotrow.checkpoint.folder import latest_in, saved_in
 from hotrow.support.files import BlockSums, Disk
-from saved_training import Loop, is_whole, names_in, same
+from saved_training import Loop, OpenFile, is_whole, names_in, same
 
 SOURCE = Path(hotrow.__file__).parent
 Saved = tuple[Path, Loop]
@@ -131,24 +131,15 @@ def fails(code: int) -> Any:
     return fail
 
 
-class ShortWrite:
+class ShortWrite(OpenFile):
     """A file that takes half of a write, and then no more."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("wb", buffering=0)
+        super().__init__(path.open("wb", buffering=0))
 
     def write(self, part: Any) -> int:
         self._file.write(bytes(part)[: len(part) // 2])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def __enter__(self) -> ShortWrite:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
 
 def faults() -> Iterator[tuple[str, str, Any]]:

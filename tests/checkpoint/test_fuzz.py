@@ -19,9 +19,9 @@ from fuzzing import changed, damaged, forged, fuzzed, odd, replaced, sealed
 from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import saved_in
 from hotrow.checkpoint.manifest import read_manifest
+from hotrow.checkpoint.parts import unpack
 from hotrow.checkpoint.tables import export_tables, import_tables, verify_export
 from hotrow.checkpoint.tensors import read_head, read_tensors
-from hotrow.checkpoint.tree import unpack
 from hotrow.run.config import RunConfig
 from hotrow.support import toml
 

@@ -51,7 +51,7 @@ def test_a_log_becomes_a_folder(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["criteo", "none.txt"], "none.txt does not exist"),
-        (["critero", "none.txt"], "did you mean criteo?"),
+        (["critero", "none.txt"], "did you mean 'criteo'?"),
         (["parquet", "none.parquet"], "parquet needs --columns"),
         (["criteo", "none.txt", "--hash"], "--hash needs --max-rows"),
         (["criteo", "none.txt", "--memory", "much"], "cannot read 'much' as a number of bytes"),
@@ -113,30 +113,6 @@ def test_help_teaches_with_examples() -> None:
     result = hotrow("prepare", "--help", COLUMNS="200")
     for words in ("hotrow prepare criteo train.txt", "--max-rows", "UserBehavior.csv", "--columns"):
         assert words in result.output
-
-
-@pytest.mark.parametrize(
-    ("words", "what"),
-    [
-        ("criteo train.txt", "text is"),
-        ("csv a.csv --columns columns.toml", "text is"),
-        ("criteo train.gz", ".gz files are"),
-        ("parquet a.parquet --columns columns.toml", "Parquet is"),
-    ],
-)
-def test_without_pyarrow_it_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, what: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    log = write(tmp_path / "train.txt", criteo_lines(10))
-    log.with_suffix(".gz").write_bytes(gzip.compress(log.read_bytes()))
-    write(tmp_path / "a.csv", [["y", "user"], *[["0", "7"]] * 20], separator=",")
-    (tmp_path / "columns.toml").write_text('label = "y"\ncategories = ["user"]\n')
-    for module in ("pyarrow", "pyarrow.csv", "pyarrow.parquet"):
-        monkeypatch.setitem(sys.modules, module, None)  # every import of it fails
-    code, output = run(*words.split(), "--out", "out")
-    assert code == 2
-    assert f"error: {what} read with pyarrow, which is not installed: pip install" in output
 
 
 def test_a_finished_folder_is_checked_instead_of_made_again(

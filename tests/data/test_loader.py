@@ -15,66 +15,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from torch import Tensor
 
 import hotrow
-from hotrow.data import ClickBatch, Loader, ParquetSource, PreparedSource
-from hotrow.data.prepared import Feature, Jagged, Prepared, Schema, Shard
-from hotrow.data.sources import Samples
+from hotrow.data import Loader, ParquetSource, PreparedSource
+from hotrow.data.prepared import Feature, Prepared, Schema, Shard
 from hotrow.inputs.shuffle import Order
-
-
-class Memory:
-    """A source whose sample i has the ids i and 1,000 + i, and i % 4 ids in its list."""
-
-    single = ("a", "b")
-
-    def __init__(self, sizes: list[int], *, jagged: bool = False, broken: int = -1) -> None:
-        self.sizes = np.array(sizes, dtype=np.int64)
-        self.features = ("a", "list", "b") if jagged else self.single
-        self.firsts = np.cumsum([0, *sizes])
-        self.broken = broken
-
-    def read(self, blocks: NDArray[np.int64]) -> Samples:
-        if self.broken in blocks:
-            raise ValueError("the disk is gone")
-        numbers = np.concatenate([np.arange(*self.firsts[block : block + 2]) for block in blocks])
-        jagged = {}
-        if "list" in self.features:
-            lists = [self.list_of(number) for number in numbers]
-            offsets = np.cumsum([0, *map(len, lists)])
-            jagged["list"] = Jagged(offsets, np.array(joined(lists), dtype=np.int32))
-        return Samples(
-            np.stack([numbers, 1000 + numbers], axis=1).astype(np.int32),
-            numbers[:, None].astype(np.float32) / 2,
-            (numbers % 2).astype(np.uint8),
-            jagged,
-        )
-
-    @staticmethod
-    def list_of(number: int) -> list[int]:
-        return [2000 + 10 * int(number) + i for i in range(number % 4)]
-
-
-def numbers(batch: ClickBatch) -> list[int]:
-    """Which samples a batch has; and that their columns belong together."""
-    sparse = batch.sparse
-    if isinstance(sparse, Tensor):
-        found, other = sparse[:, 0], sparse[:, 1]
-    else:
-        size, values, offsets = len(batch), sparse.values(), sparse.offsets()
-        assert sparse.keys() == ["a", "list", "b"]
-        assert len(offsets) == 3 * size + 1
-        found, other = values[:size], values[-size:]
-        assert offsets[: size + 1].tolist() == list(range(size + 1))
-        for place, number in enumerate(found.tolist()):
-            mine = values[offsets[size + place] : offsets[size + place + 1]]
-            assert mine.tolist() == Memory.list_of(number)
-    assert torch.equal(other, found + 1000)
-    assert torch.equal(batch.dense[:, 0] * 2, found.float())
-    assert torch.equal(batch.label, (found % 2).float())
-    return [int(each) for each in found]
+from samples import FEATURES, Memory, numbers_of
 
 
 def joined(lists: Iterable[list[int]]) -> list[int]:
@@ -82,7 +29,7 @@ def joined(lists: Iterable[list[int]]) -> list[int]:
 
 
 def all_of(loader: Loader, start: int = 0) -> list[list[int]]:
-    return [numbers(batch) for batch in loader.batches(start)]
+    return [numbers_of(batch) for batch in loader.batches(start)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -167,7 +114,7 @@ def test_the_order_is_spread_evenly() -> None:
 def test_an_error_is_raised_where_its_samples_would_come() -> None:
     loader = Loader(Memory([10] * 6, broken=4), batch_size=10, mixed=10, workers=2)
     batches = iter(loader)
-    assert [numbers(next(batches))[0] for _ in range(4)] == [0, 10, 20, 30]
+    assert [numbers_of(next(batches))[0] for _ in range(4)] == [0, 10, 20, 30]
     with pytest.raises(ValueError, match="the disk is gone"):
         next(batches)
 
@@ -179,12 +126,12 @@ def test_a_batch_that_is_changed_changes_no_other(jagged: bool) -> None:
     batches = list(loader)
     kept = [batch.clone() for batch in batches]
     for batch, expected in zip(batches, wanted, strict=True):
-        assert numbers(batch) == expected
+        assert numbers_of(batch) == expected
         sparse = batch.sparse
         parts = [sparse] if isinstance(sparse, Tensor) else [sparse.values(), sparse.offsets()]
         for tensor in (batch.dense, batch.label, *parts):
             tensor.fill_(-1)
-    assert [numbers(batch) for batch in kept] == wanted
+    assert [numbers_of(batch) for batch in kept] == wanted
 
 
 def test_a_clone_keeps_no_more_than_its_batch() -> None:
@@ -242,7 +189,7 @@ def test_a_start_past_the_end_is_refused() -> None:
 
 
 def test_a_collection_trains_on_what_is_loaded() -> None:
-    tables = [hotrow.EmbeddingBagConfig(name, 6000, 4, [name]) for name in ("a", "list", "b")]
+    tables = [hotrow.EmbeddingBagConfig(name, 6000, 4, [name]) for name in FEATURES]
 
     def trained(strategy: str) -> Tensor:
         embedding = hotrow.EmbeddingBagCollection(
@@ -269,8 +216,8 @@ def parquet(folder: Path, **changed: Any) -> Path:
     columns = {
         "clicked": pa.array(source.label),
         "price": pa.array(source.dense[:, 0]),
-        "a": pa.array(source.ids[:, 0]),
-        "b": pa.array(source.ids[:, 1].astype(np.int64)),
+        "a": pa.array(source.ids[:, 0].astype(np.int32)),
+        "b": pa.array(source.ids[:, 1]),
         "list": pa.array([each.tolist() for each in lists], type=pa.list_(pa.int32())),
         "other": pa.array(["x"] * 100),
         **changed,
@@ -281,7 +228,7 @@ def parquet(folder: Path, **changed: Any) -> Path:
 
 
 def parquet_source(*files: Path, **options: Any) -> ParquetSource:
-    given = {"label": "clicked", "dense": ["price"], "features": ["a", "list", "b"], **options}
+    given = {"label": "clicked", "dense": ["price"], "features": FEATURES, **options}
     return ParquetSource(files, **given)
 
 
@@ -299,7 +246,7 @@ def test_parquet_without_lists_gives_a_tensor(tmp_path: Path) -> None:
     source = parquet_source(parquet(tmp_path), features=["a", "b"])
     (first, *_) = Loader(source, batch_size=30)
     assert isinstance(first.sparse, Tensor)
-    assert numbers(first) == list(range(30))
+    assert numbers_of(first) == list(range(30))
     for files in (tmp_path / "data.parquet", str(tmp_path / "data.parquet")):
         assert ParquetSource(files, label="clicked", features=["a"]).sizes.tolist() == [25] * 4
 
@@ -436,7 +383,7 @@ def test_a_stop_reads_no_more_than_its_batches(seed: int | None) -> None:
     loader = Loader(source, batch_size=30, mixed=100, seed=seed, epochs=2, workers=1)
     everything = all_of(loader)
     for start, stop in ((0, 3), (2, 2), (30, 37), (33, 35), (0, None), (60, 999)):
-        found = [numbers(batch) for batch in loader.batches(start, stop)]
+        found = [numbers_of(batch) for batch in loader.batches(start, stop)]
         assert found == everything[start:stop]
     read: list[int] = []
     real = source.read

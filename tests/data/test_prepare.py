@@ -28,8 +28,7 @@ from clicks import (
     write,
 )
 from hotrow.data.prepared import Prepared
-from hotrow.data.prepared.job import Settings, needed, share
-from hotrow.data.prepared.spool import Disk
+from hotrow.data.prepared.job import Disk, Settings, needed, share
 from preparing import (
     IN_ORDER,
     ONE_COLUMN,
@@ -51,6 +50,11 @@ def criteo(out: Path, *paths: Path, **options: Any) -> Prepared:
 def small(out: Path, path: Path, **options: Any) -> Prepared:
     """A run of many pieces and stretches, and few files."""
     return prepared("csv", out, path, toml=SMALL_LOG, **{"piece_bytes": 500, **options})
+
+
+def assert_as_never_stopped(out: Path, path: Path, **options: Any) -> None:
+    whole = small(out.with_name("whole"), path, **options)
+    assert files_of(out) == files_of(whole.folder)
 
 
 @pytest.fixture
@@ -156,26 +160,19 @@ def test_counts_are_those_of_the_training_split(
     assert {each.ids for each in data.manifest.tables} == {"hash"}
 
 
-def test_rare_values_share_row_0(tmp_path: Path) -> None:
+def test_rare_values_share_row_0_and_the_most_frequent_keep_rows(tmp_path: Path) -> None:
     lines = criteo_lines(600, values=300)
-    data = criteo(tmp_path / "out", write(tmp_path / "train.txt", lines), min_frequency=4)
-    ids = all_of(data, "ids")
+    path = write(tmp_path / "train.txt", lines)
+    rare = all_of(criteo(tmp_path / "rare", path, min_frequency=4), "ids")
+    most = criteo(tmp_path / "most", path, max_rows=9)
     for place in (0, 7, 25):
         uses = counts_of(lines, 14 + place)
         frequent = [uses[line[14 + place]] >= 4 for line in lines]
-        np.testing.assert_array_equal(ids[:, place] > 0, frequent)
+        np.testing.assert_array_equal(rare[:, place] > 0, frequent)
         assert 0 < sum(frequent) < 600
-
-
-def test_the_most_frequent_values_keep_rows(tmp_path: Path) -> None:
-    lines = criteo_lines(600, values=300)
-    data = criteo(tmp_path / "out", write(tmp_path / "train.txt", lines), max_rows=9)
-    ids = all_of(data, "ids")
-    for place in (0, 11):
-        uses = counts_of(lines, 14 + place)
-        assert data.table_rows[f"C{place + 1}"] == 9
-        kept = {line[14 + place] for line, row in zip(lines, ids[:, place], strict=True) if row}
-        assert len(kept) == 8
+        rows = all_of(most, "ids")[:, place]
+        kept = {line[14 + place] for line, row in zip(lines, rows, strict=True) if row}
+        assert (len(kept), most.table_rows[f"C{place + 1}"]) == (8, 9)
         assert min(uses[v] for v in kept) >= max(uses[v] for v in uses.keys() - kept)
 
 
@@ -287,8 +284,7 @@ def test_a_run_stopped_again_and_again_ends_with_the_same_bytes(tmp_path: Path, 
             break
         except SystemExit:
             continue
-    small(tmp_path / "whole", log)
-    assert files_of(out) == files_of(tmp_path / "whole")
+    assert_as_never_stopped(out, log)
 
 
 @pytest.mark.parametrize(
@@ -305,8 +301,7 @@ def test_what_was_damaged_after_a_stop_is_made_again(
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     small(out, log, watch=heard)
     assert any(message in each for each in heard.texts)
-    small(tmp_path / "whole", log)
-    assert files_of(out) == files_of(tmp_path / "whole")
+    assert_as_never_stopped(out, log)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
@@ -321,8 +316,7 @@ def test_kill_9_loses_nothing(tmp_path: Path, log: Path, after: int) -> None:
             os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     small(out, log)
-    small(tmp_path / "whole", log)
-    assert files_of(out) == files_of(tmp_path / "whole")
+    assert_as_never_stopped(out, log)
 
 
 @pytest.mark.parametrize(
@@ -339,8 +333,7 @@ def test_a_full_disk_says_so_and_the_run_can_be_resumed(
     with pytest.raises(ValueError, match="not finished"):
         Prepared(out)
     small(out, log)
-    small(tmp_path / "whole", log)
-    assert files_of(out) == files_of(tmp_path / "whole")
+    assert_as_never_stopped(out, log)
 
 
 def test_other_settings_or_files_are_not_mixed_with_a_stopped_run(
@@ -369,8 +362,7 @@ def test_a_run_that_met_a_bad_line_goes_on_if_bad_lines_may_be_skipped(
         small(tmp_path / "out", log)
     assert list((tmp_path / "out" / ".work").glob("*.keys")), "something was read before"
     assert total(small(tmp_path / "out", log, bad_rows="skip")) == 120
-    small(tmp_path / "whole", log, bad_rows="skip")
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert_as_never_stopped(tmp_path / "out", log, bad_rows="skip")
     with pytest.raises(ValueError, match="prepared with other bad_rows"):
         small(tmp_path / "out", log)
 

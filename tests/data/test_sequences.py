@@ -59,7 +59,7 @@ def test_a_batch_has_ids_feature_by_feature_and_moves_with_all_it_has() -> None:
         ({"item": torch.zeros(2, 2).long()}, r"'item' has ids \[2, 2\]; dense has 2 samples of 3"),
         ({"lengths": torch.tensor([0, 3])}, "sample 1 has a history of 3 steps.* 2 "),
         ({"lengths": torch.tensor([0, -1])}, "sample 1 has a history of -1 steps.* 2 "),
-        ({"lengths": torch.tensor([1])}, "one number for each of 2 samples"),
+        ({"lengths": torch.tensor([1])}, "a number for each of 2 samples"),
     ],
 )
 def test_parts_that_do_not_fit_are_named(options: dict[str, Any], message: str) -> None:

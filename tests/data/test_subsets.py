@@ -15,16 +15,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hotrow.data import ClickBatch, Loader, PreparedSource, SequenceLoader
-from hotrow.data.prepared import Feature, Jagged, Manifest, Schema
-from hotrow.data.prepared.format import MANIFEST, TableRecord, to_json, write_shard
-from hotrow.data.sources import Samples, SubsetSource
+from hotrow.data.prepared import Feature, Schema
+from hotrow.data.sources import SubsetSource
 from hotrow.support.files import Disk
 from hotrow.systems.fae.hot_cold_schedule import HotColdOrder, Separated, ShuffleRate
 from hotrow.systems.fae.separate import _others, separate
+from preparing import write_prepared
+from samples import Memory, columns, numbers_of
 
 SCHEMA = Schema(
     "click",
@@ -35,66 +35,24 @@ SCHEMA = Schema(
 BIG = (1 << 33) + 1  # no float32 and no int32 holds it
 
 
-class Memory:
-    """A source that can do no more than it must. Sample i has the ids i and BIG + i, and a list of
-    i % 4 ids."""
-
-    single = ("a", "b")
-    features = ("a", "list", "b")
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.sizes = np.array(sizes, dtype=np.int64)
-        self._firsts = np.cumsum([0, *sizes])
-
-    def read(self, blocks: NDArray[np.int64]) -> Samples:
-        ranges = [np.arange(self._firsts[each], self._firsts[each + 1]) for each in blocks]
-        return columns(np.concatenate(ranges))
-
-
-def columns(numbers: NDArray[np.int64]) -> Samples:
-    lengths = numbers % 4
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return Samples(
-        np.stack([numbers, BIG + numbers], axis=1),
-        np.stack([numbers / 2, numbers], axis=1).astype(np.float32),
-        (numbers % 2).astype(np.uint8),
-        {"list": Jagged(offsets, BIG - np.repeat(numbers, lengths))},
-    )
-
-
 def prepared(folder: Path, sizes: Sequence[int], *, start: int = 0) -> PreparedSource:
     """The same samples as `hotrow prepare` would leave them, a shard for each size."""
-    disk, shards, first = Disk(folder), [], start
-    for place, count in enumerate(sizes):
-        found = columns(np.arange(first, first + count))
+    shards, first = [], start
+    for count in sizes:
+        found = columns(np.arange(first, first + count), BIG)
         lists = found.jagged["list"]
-        arrays = {
+        shards.append({
             "ids": found.ids, "dense": found.dense, "label": found.label,
             "list.offsets": lists.offsets, "list.values": lists.values,
-        }  # fmt: skip
-        shards.append(write_shard(disk, f"shards/train-{place:05}.bin", SCHEMA, arrays))
+        })  # fmt: skip
         first += count
-    counts = [
-        disk.write(f"tables/{i:03}.counts", [np.zeros(5, np.int64).tobytes()]) for i in (0, 1)
-    ]
-    tables = tuple(TableRecord(n, 5, "hash", None, counts[i], None) for i, n in enumerate("ab"))
-    manifest = Manifest(SCHEMA, tables, {"train": tuple(shards), "test": ()}, {}, {})
-    disk.write(MANIFEST, [to_json(manifest).encode()])
+    counts = dict.fromkeys("ab", np.zeros(5, np.int64))
+    write_prepared(folder, SCHEMA, {"train": shards, "test": []}, counts)
     return PreparedSource(folder, "train", block=8)
 
 
 def check(batch: ClickBatch) -> list[int]:
-    """The samples of a batch; that everything of theirs came along."""
-    sparse: Any = batch.sparse
-    size = len(batch)
-    number = sparse.values()[:size]
-    assert sparse.keys() == ["a", "list", "b"]
-    assert torch.equal(sparse.lengths()[size : 2 * size], number % 4)
-    assert torch.equal(sparse.values()[size:-size], BIG - number.repeat_interleave(number % 4))
-    assert torch.equal(sparse.values()[-size:], BIG + number)
-    assert torch.equal(batch.dense, torch.stack([number / 2, number.float()], 1))
-    assert torch.equal(batch.label, (number % 2).float())
-    return [int(each) for each in number]
+    return numbers_of(batch, BIG)
 
 
 def one_in(every: int) -> Callable[[ClickBatch], Tensor]:
@@ -140,7 +98,7 @@ def test_every_sample_comes_once_an_epoch_as_it_was(
     drop_last: bool,
 ) -> None:
     total = sum(sizes)
-    source: Any = Memory(sizes)
+    source: Any = Memory(sizes, jagged=True, base=BIG)
     folder = tmp_path_factory.mktemp("data") if on_disk or kept else None
     if on_disk:
         assert folder is not None
@@ -174,7 +132,7 @@ def test_only_the_samples_asked_for_are_read(tmp_path: Path) -> None:
     prepared(tmp_path, [20, 1, 30])
     source = PreparedSource(tmp_path, "train", dense=["same"], block=8)
     numbers = np.array([0, 3, 19, 20, 21, 22, 49, 50])
-    wanted, chosen = columns(numbers), source.take(numbers)
+    wanted, chosen = columns(numbers, BIG), source.take(numbers)
     subset = SubsetSource(source, numbers)
     assert subset.sizes.sum() == len(numbers)
     assert subset.sizes.min() > 0

@@ -66,17 +66,11 @@ def named_in(root: Path) -> list[Path]:
 
 
 def number_of(name: str) -> int:
-    return _numbers_of(name)[0]
+    return int(name.partition("-")[0])
 
 
 def step_of(name: str) -> int:
-    return _numbers_of(name)[1]
-
-
-def _numbers_of(name: str) -> tuple[int, int]:
-    match = NAME.fullmatch(name)
-    assert match is not None
-    return int(match[1]), int(match[2])
+    return int(name.rpartition("-")[2])
 
 
 def latest_in(root: Path) -> Path | None:

@@ -21,11 +21,16 @@ from hotrow.checkpoint.manifest import (
     Shard,
     read_manifest,
 )
-from hotrow.checkpoint.parts import collections_of, load_part, refuse_other, rows_apart, tables_of
+from hotrow.checkpoint.parts import (
+    collections_of,
+    load_part,
+    refuse_other,
+    rows_apart,
+    tables_of,
+    unpack,
+)
 from hotrow.checkpoint.saving import end_save_in
-from hotrow.checkpoint.shards import ShardReader, open_shard
-from hotrow.checkpoint.tensors import read_tensors, row_not_finite
-from hotrow.checkpoint.tree import unpack
+from hotrow.checkpoint.tensors import ShardReader, open_shard, read_tensors, row_not_finite
 from hotrow.support.files import FileRecord, inside, why_wrong
 from hotrow.support.manifests import read_json
 from hotrow.support.messages import few

@@ -4,7 +4,7 @@ A checkpoint:
     checkpoint.json             every file with its size and SHA-256 (of rows: that of the CRC-32 of
                                 each MiB), which rows it holds, and a checksum of all that itself
     dense.safetensors           all parameters and buffers but rows, by their state-dict names
-    state.json                  everything else that training goes on with, as checkpoint/tree.py
+    state.json                  everything else that training goes on with, as checkpoint/parts.py
     state.safetensors           has it, and the tensors that it names
     rows/000-00000.safetensors  rows of one table: "rows" [n, dim + state] float32; of a checkpoint
                                 that has a parent also "ids" [n] int64, ascending

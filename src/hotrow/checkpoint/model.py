@@ -24,14 +24,17 @@ from hotrow.checkpoint.manifest import (
     to_json,
 )
 from hotrow.checkpoint.parts import dense_state, refuse_other, rows_apart, tables_of
-from hotrow.checkpoint.shards import ShardRows, cut_tables, spans, table_parts
 from hotrow.checkpoint.tensors import (
     Section,
+    ShardRows,
+    cut_tables,
     open_tensors,
     packed,
     read_rows,
     read_tensors,
     rows_at_once,
+    spans,
+    table_parts,
 )
 from hotrow.support.files import Disk, FileRecord, inside, why_wrong
 from hotrow.support.progress import bytes_bar
@@ -139,7 +142,7 @@ class SavedModel:
 
     def _refuse(self, wrong: str | None) -> None:
         if wrong:
-            raise ValueError(f"{wrong}; take a copy of the model that is whole, or train again")
+            raise ValueError(f"{wrong}; {OTHER_MODEL}")
 
     def verify(self) -> None:
         """Compare the checksums of all files and the shapes of shards; a ValueError says what is

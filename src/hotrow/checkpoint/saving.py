@@ -36,18 +36,18 @@ from hotrow.checkpoint.manifest import (
     to_json,
     with_checksum,
 )
-from hotrow.checkpoint.parts import collections_of, dense_state, tables_of
-from hotrow.checkpoint.shards import (
+from hotrow.checkpoint.parts import collections_of, dense_state, pack, tables_of
+from hotrow.checkpoint.tensors import (
     RowSource,
     ShardRows,
     Where,
     cut_tables,
+    packed,
     put,
+    rows_at_once,
     table_records,
     write_shard,
 )
-from hotrow.checkpoint.tensors import packed, rows_at_once
-from hotrow.checkpoint.tree import pack
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.store.snapshot import Snapshot, Waits
 from hotrow.support.files import PARTIAL, Disk, make_durable, make_folder
@@ -64,7 +64,6 @@ _NICE = 10
 _PIECES_AT_ONCE = 4  # are read from a snapshot: each read searches the whole log
 
 being_saved: dict[Path, Save] = {}  # by folder: the last one that was begun in the background
-WriteRows = Callable[[Disk], tuple[CheckpointTable, ...]]
 
 
 def save_checkpoint(
@@ -95,9 +94,7 @@ def save_checkpoint(
     save takes 4 MiB for each of 4 threads where rows are on a device or picked, and next to nothing
     otherwise.
     """
-    return begin(
-        folder, model, parts, step=step, extra=extra, keep=keep, full_every=full_every
-    ).wait()
+    return _begin(folder, model, parts, step, extra, keep, full_every, log=None).wait()
 
 
 def begin_checkpoint(
@@ -125,28 +122,62 @@ def begin_checkpoint(
     of the program. Where rows cannot be read beside training, such as those of all-fast on a GPU,
     it is written at once, and `save.why_at_once` says why.
     """
-    return begin(
-        folder, model, parts, step=step, extra=extra, keep=keep, full_every=full_every, log=log
-    )
+    return _begin(folder, model, parts, step, extra, keep, full_every, log=log)
 
 
-def begin(
+def _begin(
     folder: str | Path,
     model: nn.Module,
     parts: dict[str, Any],
-    *,
     step: int,
-    extra: Any = None,
-    keep: int | None = None,
-    full_every: int = 1,
-    log: str | float | None = None,
+    extra: Any,
+    keep: int | None,
+    full_every: int,
+    *,
+    log: str | float | None,
 ) -> Save:
     """Begin a checkpoint; `log=None`: it is written when this returns."""
     root, step = Path(folder), whole("step", step, least=0)
     full_every = whole("full_every", full_every, least=1)
-    if keep is not None:
-        keep = whole("keep", keep, least=1)
+    keep = None if keep is None else whole("keep", keep, least=1)
     collections = list(collections_of(model).values())
+    _end_others(root, collections)
+    begun, save = perf_counter(), Save(step)
+    if log is not None:
+        total = sum(collection.bytes_total for collection in collections)
+        save.log_bytes = parse_bytes(log, total=max(10_000, total))
+        reasons = (collection.row_access.why_no_snapshot() for collection in collections)
+        save.why_at_once = next((why for why in reasons if why is not None), None)
+    tensors: dict[str, Tensor] = {}
+    state = json.dumps(pack(_state(model, parts, extra), tensors, "state")).encode()
+    dense = dense_state(model)
+    if save.why_at_once is None:  # training goes on and changes them
+        tensors, dense = _copies(tensors), _copies(dense)
+    make_folder(root)
+    lock = Lock(root)
+    try:
+        clean(root, keep=None)
+        name = next_name(root, step)
+        since = _parent(root, model, name, full_every)
+        is_parent = full_every > 1 and since is None
+        for collection in collections:
+            access = collection.row_access
+            access.settle()
+            if is_parent:  # the rows of this moment are those that are written
+                access.changed_since = None
+                access.note_changes()
+    except BaseException:
+        lock.release()
+        raise
+    save._start(
+        _Prepared(root, lock, name, model, step, keep, since, is_parent, dense, state, tensors)
+    )
+    save.pause = perf_counter() - begun
+    return save
+
+
+def _end_others(root: Path, collections: list[EmbeddingBagCollection]) -> None:
+    """Refuse collections that cannot be saved now; then wait for saves under way."""
     for collection in collections:
         # Otherwise rows and dense part would be of different steps.
         collection.pipeline.check_thread("saves a checkpoint")
@@ -154,36 +185,23 @@ def begin(
             raise RuntimeError(
                 "save_checkpoint() inside of accumulate(), whose rows are not updated yet"
             )
-    for collection in collections:  # one at a time
+    for collection in collections:
         before, collection.row_access.being_saved = collection.row_access.being_saved, None
         _end(before)
     end_save_in(root)
-    begun = perf_counter()
-    reason: str | None = "log is None"
-    log_bytes = 0
-    if log is not None:
-        total = sum(collection.bytes_total for collection in collections)
-        log_bytes = parse_bytes(log, total=max(10_000, total))
-        reasons = (collection.row_access.why_no_snapshot() for collection in collections)
-        reason = next((why for why in reasons if why is not None), None)
-    prepared = _prepare(root, model, parts, step, extra, keep, full_every, copied=reason is None)
-    save = Save(prepared, log_bytes, reason)
-    save._start()
-    save.pause = perf_counter() - begun
-    return save
 
 
 class Save:
     """A checkpoint on its way to the disk."""
 
-    def __init__(self, prepared: _Prepared, log_bytes: int, why_at_once: str | None) -> None:
-        self.step, self.log_bytes = prepared.step, log_bytes
-        self.why_at_once = why_at_once  # None: it is written while training goes on
+    def __init__(self, step: int) -> None:
+        self.step, self.log_bytes = step, 0
+        # None: it is written while training goes on.
+        self.why_at_once: str | None = "log is None"
         self.pause = 0.0  # seconds that `begin_checkpoint` has taken
         self.seconds = 0.0  # from then until all of it was on the disk
         self.error: BaseException | None = None
         self._path: Path | None = None
-        self._prepared: _Prepared | None = prepared
         self._is_reported, self._stop = False, threading.Event()
         self._thread: threading.Thread | None = None
         self._waits: list[Waits] = []
@@ -231,15 +249,15 @@ class Save:
         self.join()
         self.tell()  # there is no next save to do it
 
-    def _start(self) -> None:
-        prepared = self._prepared
-        assert prepared is not None
+    def _start(self, prepared: _Prepared) -> None:
         if self.why_at_once is not None:
-            self._path, self._prepared = prepared.write(self._write_stored), None
+            self._path = prepared.write(self._write_stored)
             return
         total = sum(collection.bytes_total for collection in prepared.collections)
         # A daemon, so that a program that has to leave at once can; any other waits for it.
-        thread = threading.Thread(target=self._run, name="hotrow-checkpoint", daemon=True)
+        thread = threading.Thread(
+            target=self._run, args=(prepared,), name="hotrow-checkpoint", daemon=True
+        )
         try:
             for collection in prepared.collections:
                 part = self.log_bytes * collection.bytes_total // max(1, total)
@@ -258,22 +276,19 @@ class Save:
             collection.row_access.being_saved = self
         atexit.register(self._at_exit)
 
-    def _run(self) -> None:
+    def _run(self, prepared: _Prepared) -> None:
         _lower_priority()
-        begun, prepared = perf_counter(), self._prepared
-        assert prepared is not None
+        begun = perf_counter()
         try:
             self._path = prepared.write(self._write_snapshots)
         except BaseException as error:
             self.error = error
         finally:
             prepared.end_snapshots()
-            self._prepared = None  # with copies of all that is no row
             self.seconds = perf_counter() - begun
 
-    def _write_snapshots(self, disk: Disk) -> tuple[CheckpointTable, ...]:
-        assert self._prepared is not None
-        tables = tables_of(self._prepared.model)
+    def _write_snapshots(self, prepared: _Prepared, disk: Disk) -> tuple[CheckpointTable, ...]:
+        tables = tables_of(prepared.model)
         # Tables of one width have one snapshot, which is read in the order of its ids.
         pieces = sorted(
             cut_tables(tables, with_state=True),
@@ -283,7 +298,7 @@ class Save:
             (piece, write_shard(disk, piece, _snapshot_source(piece), self._check))
             for piece in pieces
         ]
-        self._prepared.end_snapshots()
+        prepared.end_snapshots()
         return table_records(tables, written)
 
     def _check(self) -> None:
@@ -293,10 +308,9 @@ class Save:
                 why = "another part of the checkpoint was not written"
             raise InterruptedError(why)
 
-    def _write_stored(self, disk: Disk) -> tuple[CheckpointTable, ...]:
+    def _write_stored(self, prepared: _Prepared, disk: Disk) -> tuple[CheckpointTable, ...]:
         """Write rows from where they lie, in several threads, while training stands still."""
-        assert self._prepared is not None
-        tables, only_changed = tables_of(self._prepared.model), self._prepared.since is not None
+        tables, only_changed = tables_of(prepared.model), prepared.since is not None
         total, done = sum(4 * table.stored.numel() for table in tables.values()), 0
 
         def write(piece: ShardRows) -> Any:
@@ -396,13 +410,15 @@ class _Prepared:
         for collection in self.collections:
             collection.row_access.end_snapshots()
 
-    def write(self, write_rows: WriteRows) -> Path:
+    def write(self, write_rows: Callable[[_Prepared, Disk], tuple[CheckpointTable, ...]]) -> Path:
         """Write all files, and then give the folder its name."""
         disk, path = Disk(self.root / (self.name + PARTIAL)), self.root / self.name
         with ExitStack() as stack:
             stack.callback(self.lock.release)
             try:
-                manifest = self._write_files(disk, write_rows)
+                (disk.folder / "rows").mkdir(parents=True)
+                # First: then training need not keep old rows any more.
+                manifest = self._write_files(disk, write_rows(self, disk))
                 put_in_place(disk, path)
             except BaseException:
                 with suppress(OSError):
@@ -417,10 +433,8 @@ class _Prepared:
             clean(self.root, self.keep)
         return path
 
-    def _write_files(self, disk: Disk, write_rows: WriteRows) -> CheckpointManifest:
-        """Write all files, the manifest last."""
-        (disk.folder / "rows").mkdir(parents=True)
-        tables = write_rows(disk)  # first: then training need not keep old rows any more
+    def _write_files(self, disk: Disk, tables: tuple[CheckpointTable, ...]) -> CheckpointManifest:
+        """Write all files but rows, the manifest last."""
         manifest = CheckpointManifest(
             step=self.step,
             dense=put(disk, DENSE, packed(self.dense)),
@@ -435,42 +449,6 @@ class _Prepared:
         make_durable(disk.folder / "rows")
         disk.write(CHECKPOINT_FILE, [to_json(manifest)])
         return manifest
-
-
-def _prepare(
-    root: Path,
-    model: nn.Module,
-    parts: dict[str, Any],
-    step: int,
-    extra: Any,
-    keep: int | None,
-    full_every: int,
-    *,
-    copied: bool,
-) -> _Prepared:
-    """Bring all rows to the store. `copied`: copy what is no row, since it will change."""
-    tensors: dict[str, Tensor] = {}
-    state = json.dumps(pack(_state(model, parts, extra), tensors, "state")).encode()
-    dense = dense_state(model)
-    if copied:
-        tensors, dense = _copies(tensors), _copies(dense)
-    make_folder(root)
-    lock = Lock(root)
-    try:
-        clean(root, keep=None)
-        name = next_name(root, step)
-        since = _parent(root, model, name, full_every)
-        is_parent = full_every > 1 and since is None
-        for collection in collections_of(model).values():
-            access = collection.row_access
-            access.settle()
-            if is_parent:  # the rows of this moment are those that are written
-                access.changed_since = None
-                access.note_changes()
-    except BaseException:
-        lock.release()
-        raise
-    return _Prepared(root, lock, name, model, step, keep, since, is_parent, dense, state, tensors)
 
 
 def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

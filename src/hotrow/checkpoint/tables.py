@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 
@@ -33,7 +35,6 @@ from hotrow.checkpoint.loading import Checkpoint
 from hotrow.checkpoint.manifest import DENSE, MODEL_FILE, SavedTable
 from hotrow.checkpoint.model import SavedModel
 from hotrow.checkpoint.parts import tables_of
-from hotrow.checkpoint.shards import table_parts
 from hotrow.checkpoint.tensors import (
     packed,
     pieces_of,
@@ -42,6 +43,7 @@ from hotrow.checkpoint.tensors import (
     read_tensors,
     row_not_finite,
     rows_at_once,
+    table_parts,
 )
 from hotrow.support.files import Disk, FileRecord, checksum, inside, why_wrong
 from hotrow.support.manifests import Count, check_files, check_format, converted, read_json
@@ -187,18 +189,17 @@ def _write_safetensors(
 
 
 def _write_parquet(folder: Path, tables: Sequence[SavedTable], pieces: Counted) -> list[FileRecord]:
-    arrow, parquet = _arrow()
     written = []
     for number, table in enumerate(tables):
-        fields = [("row", arrow.int64()), ("weight", arrow.list_(arrow.float32(), table.dim))]
-        schema = arrow.schema(fields, metadata={"table": table.key, "rows": str(table.rows)})
+        fields = [("row", pa.int64()), ("weight", pa.list_(pa.float32(), table.dim))]
+        schema = pa.schema(fields, metadata={"table": table.key, "rows": str(table.rows)})
         path = folder / f"{_file_of(table, number)}.parquet"
-        with parquet.ParquetWriter(path, schema) as writer:
+        with pq.ParquetWriter(path, schema) as writer:
             for first, piece in pieces(table):
-                flat = arrow.array(piece.contiguous().numpy().reshape(-1))
-                lists = arrow.FixedSizeListArray.from_arrays(flat, table.dim)
-                rows = arrow.array(np.arange(first, first + len(piece)))
-                writer.write_table(arrow.table([rows, lists], schema=schema))
+                flat = pa.array(piece.contiguous().numpy().reshape(-1))
+                lists = pa.FixedSizeListArray.from_arrays(flat, table.dim)
+                rows = pa.array(np.arange(first, first + len(piece)))
+                writer.write_table(pa.table([rows, lists], schema=schema))
         written.append(_record_of(path))
     return written
 
@@ -220,17 +221,6 @@ def _write_npz(folder: Path, tables: Sequence[SavedTable], pieces: Counted) -> l
 
 
 _WRITERS = {"safetensors": _write_safetensors, "parquet": _write_parquet, "npz": _write_npz}
-
-
-def _arrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ValueError(
-            "Parquet needs pyarrow, which is not installed; pip install 'hotrow[data]'"
-        ) from error
-    return pyarrow, pyarrow.parquet
 
 
 # -- in --------------------------------------------------------------------------------
@@ -296,8 +286,7 @@ def _read_safetensors(path: Path) -> Read:
 
 
 def _read_parquet(path: Path) -> Read:
-    _, parquet = _arrow()
-    with parquet.ParquetFile(path) as file:
+    with pq.ParquetFile(path) as file:
         yield _table_of(path, file)
 
 

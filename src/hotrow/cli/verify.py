@@ -18,7 +18,7 @@ from hotrow.cli._options import JsonFlag, Runs
 from hotrow.cli._process import USER_ERROR
 from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.format import MANIFEST, read_manifest
-from hotrow.data.prepared.spool import WORK
+from hotrow.data.prepared.job import WORK
 from hotrow.run.files import MODEL_FOLDER, to_json
 from hotrow.support.manifests import read_json
 from hotrow.support.messages import many

@@ -79,25 +79,19 @@ class SequenceBatch(_Batch):
                 )
         if lengths is None:
             lengths = torch.full((size,), steps - 1)
-        _check_lengths(lengths, size, most=steps - 1)
+        if lengths.shape != (size,):
+            raise ValueError(f"lengths must be a number for each of {size} samples, not {lengths}")
+        if len(bad := ((lengths < 0) | (lengths >= steps)).nonzero()):
+            raise ValueError(
+                f"sample {int(bad[0])} has a history of {int(lengths[bad[0]])} steps; there are "
+                f"{steps - 1} before the target"
+            )
         values = torch.cat([of_feature.reshape(-1) for of_feature in ids.values()])
         offsets = torch.arange(0, values.numel() + 1, steps)
         return cls(dense, KeyedJaggedTensor(list(ids), values, offsets=offsets), lengths, label)
 
     def __len__(self) -> int:
         return len(self.label)
-
-
-def _check_lengths(lengths: Tensor, size: int, *, most: int) -> None:
-    if lengths.shape != (size,):
-        raise ValueError(f"lengths must be one number for each of {size} samples, not {lengths}")
-    bad = (lengths < 0) | (lengths > most)
-    if bool(bad.any()):
-        sample = int(bad.int().argmax())
-        raise ValueError(
-            f"sample {sample} has a history of {int(lengths[sample])} steps; there are {most} "
-            "before the target"
-        )
 
 
 def positions(steps: int) -> NDArray[np.float32]:

@@ -196,7 +196,7 @@ class BatchReader(Generic[Batch]):
         for name, lists in samples.jagged.items():
             if name not in self.features:
                 continue
-            ends, inside = lists_in(lists.offsets, places)
+            ends, inside = lists_in(lists, places)
             offsets = self._new(len(ends), torch.int64)
             offsets.numpy()[:] = ends
             jagged[name] = offsets, self._taken(lists.values, inside)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from hotrow.data.prepared import Jagged, Prepared
@@ -21,7 +22,6 @@ from hotrow.data.prepared.arrow import (
     lists_of,
     open_parquet,
     place_of,
-    pyarrow,
     value_type,
 )
 from hotrow.data.prepared.format import to_json
@@ -116,14 +116,11 @@ class PreparedSource:
         parts = []
         for number, here in _by_shard(firsts, numbers):
             shard, places = self._shards[number], numbers[here] - firsts[number]
-            sizes = np.minimum(block, shard.samples - places * block)  # the last may be short
-            parts.append((number, places, int(sizes.sum())))
-            if lists:
-                samples = (places[:, None] * block + np.arange(block)).reshape(-1)
-                samples = samples[samples < shard.samples]
+            samples = (places[:, None] * block + np.arange(block)).reshape(-1)
+            samples = samples[samples < shard.samples]  # the last block may be short
+            parts.append((number, places, len(samples)))
             for name, of_shards in lists.items():
-                self._check_lists(name, number, shard.jagged[name], samples)
-                of_shards.append(_lists_at(shard.jagged[name], samples))
+                of_shards.append(self._lists_of(name, number, samples, block))
         count = sum(size for _, _, size in parts)
         ids = np.empty((count, len(self.single)), self.data.schema.id_dtype)
         dense = np.empty((count, len(self.data.schema.dense)), np.float32)
@@ -138,15 +135,16 @@ class PreparedSource:
         dense = dense if self._has_all else dense[:, self._numbers]
         return Samples(ids, dense, label, {name: joined(parts) for name, parts in lists.items()})
 
-    def _check_lists(
-        self, name: str, number: int, lists: Jagged, places: NDArray[np.int64]
-    ) -> None:
-        """Refuse offsets out of range: opening reads no shard, so one may have changed since."""
-        firsts, ends = lists.offsets[:-1][places], lists.offsets[1:][places]
-        if len(ends) and (
-            (ends < firsts).any() or firsts.min() < 0 or ends.max() > len(lists.values)
-        ):
+    def _lists_of(self, name: str, number: int, samples: NDArray[np.int64], block: int) -> Jagged:
+        """Return the lists of a shard's samples, of which `block` each lie side by side. Opening
+        reads no shard, so one may have changed since: refuse offsets out of range."""
+        lists = self._shards[number].jagged[name]
+        firsts, ends = lists.offsets[samples], lists.offsets[samples + 1]
+        offsets = _offsets(ends - firsts)
+        if (ends < firsts).any() or firsts.min() < 0 or ends.max() > len(lists.values):
             raise self._damaged(f"the lists of {name!r}", number)
+        firsts, ends = firsts[::block], np.append(ends[block - 1 : -1 : block], ends[-1:])
+        return Jagged(offsets, lists.values[_ranges(firsts, ends)[1]])
 
     def _damaged(self, what: str, number: int) -> ValueError:
         return ValueError(
@@ -177,7 +175,12 @@ class SubsetSource:
         # Where each block lies in what is read, minus where it lies among all samples.
         starts = np.cumsum([0, *self._source.sizes[theirs]])[:-1] - self._firsts[blocks]
         places = numbers + np.repeat(starts, self.sizes[blocks])
-        return chosen(self._source.read(theirs), places)
+        read = self._source.read(theirs)
+        lists = {}
+        for name, jagged in read.jagged.items():
+            offsets, inside = lists_in(jagged, places)
+            lists[name] = Jagged(offsets, jagged.values[inside])
+        return Samples(read.ids[places], read.dense[places], read.label[places], lists)
 
 
 def _by_shard(firsts: NDArray[np.int64], numbers: NDArray[np.int64]) -> Iterator[tuple[int, slice]]:
@@ -208,29 +211,22 @@ def _copy_blocks(
         out[middle:] = column[full * block :]
 
 
-def chosen(samples: Samples, places: NDArray[np.int64]) -> Samples:
-    """Return the samples at these places, in this order."""
-    return Samples(
-        samples.ids[places],
-        samples.dense[places],
-        samples.label[places],
-        {name: _lists_at(lists, places) for name, lists in samples.jagged.items()},
-    )
-
-
-def _lists_at(lists: Jagged, places: NDArray[np.int64]) -> Jagged:
-    offsets, inside = lists_in(lists.offsets, places)
-    return Jagged(offsets, lists.values[inside])
-
-
 def lists_in(
-    offsets: NDArray[np.int64], places: NDArray[np.int64]
+    lists: Jagged, places: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the offsets of the lists at these places, and where their values lie."""
-    firsts = offsets[places]
-    lengths = offsets[places + 1] - firsts
-    ends = _offsets(lengths)
-    return ends, np.arange(ends[-1]) - np.repeat(ends[:-1] - firsts, lengths)
+    return _ranges(lists.offsets[places], lists.offsets[places + 1])
+
+
+def _ranges(
+    firsts: NDArray[np.int64], ends: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return where each range begins among the numbers of all, and those numbers."""
+    lengths = ends - firsts
+    offsets = _offsets(lengths)
+    numbers = np.repeat(firsts - offsets[:-1], lengths)
+    numbers += np.arange(offsets[-1])
+    return offsets, numbers
 
 
 def _offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -360,11 +356,11 @@ class _Column:
         return ValueError(f"{self._where}: column {self._name!r} has {odd}, and {expected}")
 
     def ids(self) -> NDArray[np.int64]:
-        arrow, values = pyarrow(), self._values()
-        if arrow.types.is_boolean(values.type):
-            values = values.cast(arrow.int8())
+        values = self._values()
+        if pa.types.is_boolean(values.type):
+            values = values.cast(pa.int8())
         try:
-            ids: NDArray[np.int64] = values.cast(arrow.int64()).to_numpy(zero_copy_only=False)
+            ids: NDArray[np.int64] = values.cast(pa.int64()).to_numpy(zero_copy_only=False)
         except ValueError as error:  # larger than any row's number
             kind = self._array.type
             raise ValueError(

@@ -121,74 +121,55 @@ def _at_least(limit: int, **values: float) -> None:
             raise ValueError(f"{name} must be at least {limit}, got {value}")
 
 
-@dataclass(frozen=True)
 class PlantedModel:
-    """Log-odds of a click from each id, from pairs of columns, and from dense features.
+    """What decides about a click: each id, pairs of columns, and dense features.
 
     What an id contributes is a hash of (seed, table, id): a table of any size takes no memory.
     """
 
-    keys: tuple[int, ...]  # one per table
-    slope: Dense  # [num_dense], length 1
-    scale: float = 1.0
-    offset: float = 0.0
-
-    @classmethod
-    def from_seed(cls, seed: int, *, num_tables: int, num_dense: int) -> PlantedModel:
-        slope = np.random.default_rng(key_of(seed, "slope", 0)).standard_normal(num_dense)
+    def __init__(self, config: SyntheticConfig) -> None:
+        slope = np.random.default_rng(key_of(config.seed, "slope", 0)).standard_normal(
+            config.num_dense
+        )
         slope /= max(float(np.linalg.norm(slope)), 1e-12)
-        keys = tuple(key_of(seed, "effect", table) for table in range(num_tables))
-        return cls(keys, slope.astype(np.float32))
+        self._slope = slope.astype(np.float32)  # [num_dense], length 1
+        self._keys = [key_of(config.seed, "effect", table) for table in range(len(config.rows))]
 
-    def logits(self, dense: Dense, columns: Columns) -> NDArray[np.float64]:
-        """Return the log-odds of a click, [B]."""
-        hidden = [_hidden(ids, key=key) for ids, key in zip(columns, self.keys, strict=True)]
-        score = math.sqrt(DENSE_SHARE) * (dense @ self.slope).astype(np.float64)
+    def scores(self, dense: Dense, columns: Columns) -> NDArray[np.float64]:
+        """Return log-odds of a click up to scale and offset, [B]."""
+        hidden = [_hidden(ids, key=key) for ids, key in zip(columns, self._keys, strict=True)]
+        score = math.sqrt(DENSE_SHARE) * (dense @ self._slope).astype(np.float64)
         for effect, _ in hidden:
             score += math.sqrt(ID_SHARE / len(hidden)) * effect
         for (_, left), (_, right) in zip(hidden[::2], hidden[1::2], strict=False):
             score += math.sqrt(PAIR_SHARE / (len(hidden) // 2)) * (left * right)
-        return self.scale * score + self.offset
+        return score
 
 
-@dataclass(frozen=True)
 class PlantedHistories:
-    """Log-odds that a target follows its history: from the target alone, as for a click, and from
-    how alike both are. Each id has a factor, a hash; for each table the target's factor is
-    multiplied by the mean of the past ones."""
+    """What decides whether a target follows its history: the target alone, as for a click, and how
+    alike both are. Each id has a factor, a hash; for each table the target's factor is multiplied
+    by the mean of the past ones."""
 
-    target: PlantedModel
-    keys: tuple[int, ...]  # one per table that changes from step to step
-    tables: tuple[int, ...]  # which those are
-    scale: float = 1.0
-    offset: float = 0.0
+    def __init__(self, config: SyntheticConfig, changing: Sequence[int]) -> None:
+        """`changing` are the tables that change from step to step."""
+        self._target = PlantedModel(config)
+        self._keys = {table: key_of(config.seed, "likeness", table) for table in changing}
 
-    @classmethod
-    def from_seed(
-        cls, seed: int, *, num_tables: int, num_dense: int, changing: tuple[int, ...]
-    ) -> PlantedHistories:
-        target = PlantedModel.from_seed(seed, num_tables=num_tables, num_dense=num_dense)
-        return cls(target, tuple(key_of(seed, "likeness", table) for table in changing), changing)
-
-    def logits(
+    def scores(
         self, dense: Dense, columns: Columns, lengths: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Return log-odds, [B]. Columns are [B, steps + 1] with the target last; `lengths` says how
-        many real steps come before it."""
-        score = math.sqrt(1 - LIKENESS_SHARE) * self.target.logits(
-            dense, [ids[:, -1:] for ids in columns]
-        )
+        """Return log-odds up to scale and offset, [B]. Columns are [B, steps + 1] with the target
+        last; `lengths` says how many real steps come before it."""
+        targets = [ids[:, -1:] for ids in columns]
+        score = math.sqrt(1 - LIKENESS_SHARE) * self._target.scores(dense, targets)
         steps = columns[0].shape[1] - 1
         is_past = np.arange(steps) >= steps - lengths[:, None]
-        for key, table in zip(self.keys, self.tables, strict=True):
-            ids = columns[table]
-            factors = _factors(ids, key=key)
+        for table, key in self._keys.items():
+            factors = _factors(columns[table], key=key)
             past = (factors[:, :-1] * is_past).sum(1) / np.sqrt(np.maximum(lengths, 1))
-            score += math.sqrt(LIKENESS_SHARE / len(self.keys)) * (past * factors[:, -1])
-        return self.scale * score + self.offset
-
-
-Truth = TypeVar("Truth", PlantedModel, PlantedHistories)
+            score += math.sqrt(LIKENESS_SHARE / len(self._keys)) * (past * factors[:, -1])
+        return score
 
 
 def _factors(ids: NDArray[np.int64], *, key: int) -> NDArray[np.float32]:
@@ -204,21 +185,6 @@ def _hidden(ids: NDArray[np.int64], *, key: int) -> tuple[NDArray[np.float32], N
     return per_bag[:, 0], per_bag[:, 1]
 
 
-def calibrated(truth: Truth, sample: Sequence[Any], *, signal: float, click_rate: float) -> Truth:
-    """Return the same truth with this spread of log-odds and this share of clicks on a sample."""
-    plain = replace(truth, scale=1.0, offset=0.0).logits(*sample)
-    spread = float(plain.std())
-    scale = signal / spread if spread > 0 else 0.0
-    low, high = -50.0, 50.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        if float(click_probability(plain * scale + middle).mean()) < click_rate:
-            low = middle
-        else:
-            high = middle
-    return replace(truth, scale=scale, offset=(low + high) / 2)
-
-
 def click_probability(logits: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the logistic function, in a form that cannot overflow."""
     return 0.5 * (1 + np.tanh(0.5 * logits))
@@ -227,11 +193,13 @@ def click_probability(logits: NDArray[np.float64]) -> NDArray[np.float64]:
 class Generated(Generic[Batch]):
     """Batches of generated data, by their numbers, and the truth behind them."""
 
+    _scores: Callable[..., NDArray[np.float64]]  # true log-odds, up to scale and offset
+
     def __init__(
         self, config: SyntheticConfig, *, counts: Mapping[str, Counted] | None = None
     ) -> None:
         """`counts` replace `skew` for some tables, by name."""
-        self.config = config
+        self.config, self._scale, self._offset = config, 1.0, 0.0
         given = counts or {}
         for name in given:
             if name not in config.table_names:
@@ -260,6 +228,21 @@ class Generated(Generic[Batch]):
     @abstractmethod
     def logits(self, batch: Batch) -> Tensor:
         """Return the true log-odds of a batch, [B] float64: no score can rank it better."""
+
+    def _calibrate(self, *sample: Any) -> None:
+        """Give log-odds the spread, and clicks the share, that the configuration asks for."""
+        scores, config = self._scores(*sample), self.config
+        spread = float(scores.std())
+        self._scale = config.signal / spread if spread > 0 else 0.0
+        low, high = -50.0, 50.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            clicks = click_probability(scores * self._scale + middle)
+            low, high = (middle, high) if clicks.mean() < config.click_rate else (low, middle)
+        self._offset = (low + high) / 2
+
+    def _logits(self, *parts: Any) -> NDArray[np.float64]:
+        return self._scale * self._scores(*parts) + self._offset
 
     def __getitem__(self, index: int) -> Batch:
         return self.batch(index)
@@ -329,19 +312,14 @@ class SyntheticClicks(Generated[ClickBatch]):
     ) -> None:
         """`counts` replace `skew` for some tables, by name."""
         super().__init__(config, counts=counts)
+        self._scores = PlantedModel(config).scores
         rng = np.random.default_rng((config.seed, 0))
-        sample = self._features(rng, size=CALIBRATION_SAMPLES, index=0)
-        planted = PlantedModel.from_seed(
-            config.seed, num_tables=len(config.rows), num_dense=config.num_dense
-        )
-        self._planted = calibrated(
-            planted, sample, signal=config.signal, click_rate=config.click_rate
-        )
+        self._calibrate(*self._features(rng, size=CALIBRATION_SAMPLES, index=0))
 
     def batch(self, index: int) -> ClickBatch:
         rng = np.random.default_rng((self.config.seed, 1, index))
         dense, columns = self._features(rng, size=self.config.batch_size, index=index)
-        probability = click_probability(self._planted.logits(dense, columns))
+        probability = click_probability(self._logits(dense, columns))
         is_click = rng.random(self.config.batch_size) < probability
         return ClickBatch(
             dense=torch.from_numpy(dense),
@@ -350,7 +328,7 @@ class SyntheticClicks(Generated[ClickBatch]):
         )
 
     def logits(self, batch: ClickBatch) -> Tensor:
-        return torch.from_numpy(self._planted.logits(batch.dense.numpy(), _columns(batch)))
+        return torch.from_numpy(self._logits(batch.dense.numpy(), _columns(batch)))
 
     def _sparse(self, columns: Columns) -> Tensor | KeyedJaggedTensor:
         if all(column.shape[1] == 1 for column in columns):
@@ -404,27 +382,19 @@ class SyntheticSequences(Generated[SequenceBatch]):
             )
         if steps < 1:
             raise ValueError(f"steps must be at least 1, got {steps}")
-        is_constant = [name in constant for name in names]
-        lookups = tuple(1 if constant else steps + 1 for constant in is_constant)
+        lookups = tuple(1 if name in constant else steps + 1 for name in names)
         super().__init__(replace(config, lookups=lookups), counts=counts)
         self.steps = steps
         rng = np.random.default_rng((config.seed, 0))
-        planted = PlantedHistories.from_seed(
-            config.seed,
-            num_tables=len(names),
-            num_dense=config.num_dense,
-            changing=tuple(int(table) for table in np.flatnonzero(~np.array(is_constant))),
-        )
-        sample = self._drawn(rng, size=CALIBRATION_SAMPLES, index=0)
-        self._planted = calibrated(
-            planted, sample, signal=config.signal, click_rate=config.click_rate
-        )
+        changing = [table for table, name in enumerate(names) if name not in constant]
+        self._scores = PlantedHistories(config, changing).scores
+        self._calibrate(*self._drawn(rng, size=CALIBRATION_SAMPLES, index=0))
 
     def batch(self, index: int) -> SequenceBatch:
         config, steps = self.config, self.steps
         rng = np.random.default_rng((config.seed, 1, index))
         dense, columns, lengths = self._drawn(rng, size=config.batch_size, index=index)
-        logits = self._planted.logits(dense, columns, lengths)
+        logits = self._logits(dense, columns, lengths)
         label = rng.random(config.batch_size) < click_probability(logits)
         is_padding = np.arange(steps + 1) < steps - lengths[:, None]
         numbers = np.zeros((config.batch_size, steps + 1, 1 + config.num_dense), np.float32)
@@ -441,9 +411,7 @@ class SyntheticSequences(Generated[SequenceBatch]):
     def logits(self, batch: SequenceBatch) -> Tensor:
         ids = batch.sparse.values().view(len(self.config.rows), len(batch), -1)
         dense = batch.dense[:, self.steps, 1:].numpy()
-        return torch.from_numpy(
-            self._planted.logits(dense, list(ids.numpy()), batch.lengths.numpy())
-        )
+        return torch.from_numpy(self._logits(dense, list(ids.numpy()), batch.lengths.numpy()))
 
     def expected_counts(self, table: int, count: int) -> Tensor:
         """Return the steps in one batch, without padding, that read the ids of `hottest`."""

@@ -16,7 +16,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from hotrow.checkpoint.shards import table_parts
 from hotrow.checkpoint.tables import (
     SERVED,
     ExportedTable,
@@ -26,7 +25,7 @@ from hotrow.checkpoint.tables import (
     row_numbers,
     write_export,
 )
-from hotrow.checkpoint.tensors import packed
+from hotrow.checkpoint.tensors import packed, table_parts
 from hotrow.models import MODELS, layers
 from hotrow.run import serve_template
 from hotrow.run.config import RunConfig

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -24,7 +26,6 @@ from hotrow.data.prepared.arrow import (
     lists_of,
     open_parquet,
     place_of,
-    pyarrow,
     value_type,
 )
 from hotrow.data.prepared.vocabulary import Counted, Tally, Vocabulary
@@ -258,12 +259,11 @@ class OfParquet:
 
     def _tables(self, size: int) -> Iterator[Any]:
         """Yield `size` samples at a time as Arrow tables; the last one may have fewer."""
-        arrow, rest = pyarrow(), None
-        file = open_parquet(self._file, mapped=True)
+        file, rest = open_parquet(self._file, mapped=True), None
         # Arrow's own batches may be smaller than asked for: they end where a dictionary does.
         for read in file.iter_batches(batch_size=_READ_TOGETHER, columns=self._columns):
-            table = arrow.Table.from_batches([read])
-            rest = table if rest is None else arrow.concat_tables([rest, table])
+            table = pa.Table.from_batches([read])
+            rest = table if rest is None else pa.concat_tables([rest, table])
             while rest.num_rows >= size:
                 yield rest.slice(0, size)
                 rest = rest.slice(size)
@@ -298,14 +298,14 @@ class OfParquet:
             yield LookupBatch(joined, columns.num_rows, np.stack(lengths), periods)
 
     def _seconds(self, column: Any) -> NDArray[np.int64]:
-        arrow, where = pyarrow(), f"{self._file}: column {self._time!r}, the time,"
-        is_missing = pyarrow("compute").is_null(column, nan_is_null=True)
+        where = f"{self._file}: column {self._time!r}, the time,"
+        is_missing = pc.is_null(column, nan_is_null=True)
         if missing := is_missing.true_count:
             raise ValueError(f"{where} has {many(missing, 'empty value')}; leave such samples out")
-        if arrow.types.is_timestamp(column.type):
-            column = column.cast(arrow.timestamp("s", column.type.tz), safe=False)
+        if pa.types.is_timestamp(column.type):
+            column = column.cast(pa.timestamp("s", column.type.tz), safe=False)
         try:
-            seconds: NDArray[np.int64] = column.cast(arrow.int64(), safe=False).to_numpy()
+            seconds: NDArray[np.int64] = column.cast(pa.int64(), safe=False).to_numpy()
         except ValueError as error:
             raise ValueError(f"{where} cannot be read as seconds: {error}") from None
         return seconds

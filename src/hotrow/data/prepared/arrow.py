@@ -2,22 +2,25 @@
 
 Arrow has several types for one thing. The type of a column decides what it may be, when files are
 opened. Values are checked as whole arrays; only texts that are not plain numbers pass through
-Python one by one. pyarrow is imported when it is needed: training runs without it.
+Python one by one.
 """
 
 from __future__ import annotations
 
 import math
 from binascii import unhexlify
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
+from pyarrow import types
 
 from hotrow.support.hashing import mixed
 from hotrow.support.messages import few
@@ -49,21 +52,10 @@ _LOWER = np.uint8(0x20)  # turns capital letters into small ones
 _SHOWN = 40  # bytes of a text that an error shows
 
 
-def pyarrow(module: str = "", *, what: str = "Parquet is read") -> Any:
-    """Import pyarrow or one of its modules; an error says `what` needs it."""
-    try:
-        return import_module(f"pyarrow.{module}" if module else "pyarrow")
-    except ImportError as error:
-        raise ValueError(
-            f"{what} with pyarrow, which is not installed: pip install pyarrow"
-        ) from error
-
-
 def open_parquet(path: Path, *, mapped: bool = False) -> Any:
     """Open a Parquet file and read its metadata; `mapped` maps the file into memory."""
-    parquet = pyarrow("parquet")
     try:
-        return parquet.ParquetFile(path, memory_map=mapped)
+        return pq.ParquetFile(path, memory_map=mapped)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None
     except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of these
@@ -87,7 +79,6 @@ def place_of(name: str, names: Sequence[str], path: Path, hint: str = "") -> int
 
 def is_lists(kind: Any) -> bool:
     """Return whether the values of a type are lists, in any of Arrow's forms."""
-    types = pyarrow("types")
     return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
@@ -99,7 +90,7 @@ def value_type(kind: Any) -> Any:
 def kind_of(kind: Any) -> str | None:
     """Return what a column holds, in words; None if it cannot be a category."""
     kind = _decoded(kind)
-    if pyarrow("types").is_null(kind):
+    if types.is_null(kind):
         return NOTHING
     if is_whole(kind):
         return "whole numbers"
@@ -108,20 +99,17 @@ def kind_of(kind: Any) -> str | None:
 
 def is_whole(kind: Any) -> bool:
     """Return whether a type holds whole numbers; databases write them as decimals, too."""
-    types = pyarrow("types")
     is_decimal = types.is_decimal(kind) and kind.scale <= 0
     return bool(types.is_integer(kind) or types.is_boolean(kind) or is_decimal)
 
 
 def is_number(kind: Any) -> bool:
     """Return whether a type holds numbers."""
-    types = pyarrow("types")
     return bool(is_whole(kind) or types.is_floating(kind) or types.is_decimal(kind))
 
 
 def is_text(kind: Any) -> bool:
     """Return whether a type holds texts or bytes."""
-    types = pyarrow("types")
     known = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
     return types.is_fixed_size_binary(kind) or any(
         getattr(types, f"is_{name}")(kind) for name in known if hasattr(types, f"is_{name}")
@@ -135,12 +123,12 @@ def may_be_numbers(kind: Any) -> bool:
 
 def may_be_negative(kind: Any) -> bool:
     """Return whether a type has whole numbers below 0."""
-    types, kind = pyarrow("types"), _decoded(kind)
+    kind = _decoded(kind)
     return bool(types.is_signed_integer(kind) or types.is_decimal(kind))
 
 
 def _decoded(kind: Any) -> Any:
-    return kind.value_type if pyarrow("types").is_dictionary(kind) else kind
+    return kind.value_type if types.is_dictionary(kind) else kind
 
 
 # The values of columns.
@@ -148,52 +136,45 @@ def _decoded(kind: Any) -> Any:
 
 def shown(value: Any) -> Any:
     """Return a value as errors show it: texts are cut."""
-    if not value.is_valid or not pyarrow("types").is_string(value.type):
+    if not value.is_valid or not types.is_string(value.type):
         return value.as_py()
     return value.as_buffer()[:_SHOWN].to_pybytes().decode("utf-8", errors="replace")
 
 
-def floats(
-    column: Any, *, truths: bool = False, parse: Callable[[bytes], float] | None = None
-) -> NDArray[np.float64]:
+def floats(column: Any, *, truths: bool = False) -> NDArray[np.float64]:
     """Return the numbers of a column: NaN where one is missing, infinity where a text is not a
-    number. With `truths`, texts may also be true or false. `parse` reads one text that Arrow does
-    not take for a number."""
-    arrow = pyarrow()
-    if arrow.types.is_dictionary(column.type):
+    number. With `truths`, texts may also be true or false."""
+    if types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if is_text(column.type):
-        return _floats_of_texts(column, truths=truths, parse=parse or _float)
-    if arrow.types.is_boolean(column.type):
-        column = column.cast(arrow.int8())
-    return _numpy(column.cast(arrow.float64(), safe=False))
+        return _floats_of_texts(column, truths=truths)
+    if types.is_boolean(column.type):
+        column = column.cast(pa.int8())
+    return _numpy(column.cast(pa.float64(), safe=False))
 
 
-def _floats_of_texts(
-    column: Any, *, truths: bool, parse: Callable[[bytes], float]
-) -> NDArray[np.float64]:
-    arrow, compute = pyarrow(), pyarrow("compute")
-    column = column.cast(options=compute.CastOptions(arrow.string(), allow_invalid_utf8=True))
+def _floats_of_texts(column: Any, *, truths: bool) -> NDArray[np.float64]:
+    column = column.cast(options=pc.CastOptions(pa.string(), allow_invalid_utf8=True))
     try:
-        plain = _numpy(column.cast(arrow.float64()))
+        plain = _numpy(column.cast(pa.float64()))
         if np.isfinite(plain).all():
             return plain
-    except arrow.ArrowInvalid:
+    except pa.ArrowInvalid:
         pass  # one of the texts is not a number
-    is_plain = _filled(compute.match_substring_regex(column, _NUMBER), False)
-    numbers = compute.if_else(is_plain, column, _scalar(None, "string"))
-    values = _numpy(numbers.cast(arrow.float64())).copy()
+    is_plain = _filled(pc.match_substring_regex(column, _NUMBER), False)
+    numbers = pc.if_else(is_plain, column, _scalar(None, "string"))
+    values = _numpy(numbers.cast(pa.float64())).copy()
     left = ~_numpy(is_plain) & _numpy(column.is_valid())
     if not left.any():
         return values
-    lower = compute.ascii_lower(column)
+    lower = pc.ascii_lower(column)
     words = {"nan": math.nan} | ({"true": 1.0, "false": 0.0} if truths else {})
     for word, value in words.items():
-        is_word = left & _numpy(_filled(compute.equal(lower, word), False))
+        is_word = left & _numpy(_filled(pc.equal(lower, word), False))
         values[is_word] = value
         left &= ~is_word
     for place in np.flatnonzero(left).tolist():  # blanks around numbers, or not a number at all
-        values[place] = parse(column[place].as_buffer().to_pybytes())
+        values[place] = _float(column[place].as_buffer().to_pybytes())
     return values
 
 
@@ -208,45 +189,40 @@ def _float(text: bytes) -> float:
 def whole_numbers(column: Any) -> tuple[NDArray[np.int64], Mask, Mask]:
     """Return the whole numbers of a column of texts; which texts are empty, whose value is 0; and
     which are not whole numbers or have more than 18 digits."""
-    arrow, compute = pyarrow(), pyarrow("compute")
     texts, column = column, none_if_empty(column)
     wrong: Mask = np.zeros(len(column), np.bool_)
     try:
-        numbers = column.cast(arrow.int64())
+        numbers = column.cast(pa.int64())
         is_plain = not (_text_bytes(texts)[0] | _LOWER == ord("x")).any()
-    except arrow.ArrowInvalid:
+    except pa.ArrowInvalid:
         is_plain = False
     if not is_plain:  # Arrow reads 0x10 as a number
-        is_whole = compute.match_substring_regex(column, _WHOLE)
+        is_whole = pc.match_substring_regex(column, _WHOLE)
         wrong = ~_numpy(_filled(is_whole, True))
         none = _scalar(None, "string")
-        numbers = compute.if_else(is_whole, column, none).cast(arrow.int64())
+        numbers = pc.if_else(is_whole, column, none).cast(pa.int64())
     values = _numpy(_filled(numbers, 0))
     return values, _numpy(column.is_null()), wrong | (np.abs(values) >= _MOST_WHOLE)
 
 
 def none_if_empty(column: Any) -> Any:
     """Replace empty texts by missing ones."""
-    compute = pyarrow("compute")
-    return compute.if_else(
-        compute.equal(column, _scalar("", "string")), _scalar(None, "string"), column
-    )
+    return pc.if_else(pc.equal(column, _scalar("", "string")), _scalar(None, "string"), column)
 
 
 def column_keys(column: Any, *, has_negative: bool = False) -> Values:
     """Return keys: whole numbers as they are, texts by their bytes. With `has_negative` another
     column of the table may hold negative numbers, whose bits are those of numbers from 2**63 on."""
-    arrow, types = pyarrow(), pyarrow("types")
     if types.is_dictionary(column.type):
         column = column.dictionary_decode()
     missing = _numpy(column.is_null())
     if types.is_decimal(column.type):
-        column = column.cast(arrow.int64())
+        column = column.cast(pa.int64())
     if types.is_null(column.type):
         values = Values(np.zeros(len(column), np.uint64))
     elif types.is_integer(column.type) or types.is_boolean(column.type):
         is_unsigned = types.is_uint64(column.type)
-        kind = arrow.uint64() if is_unsigned else arrow.int64()
+        kind = pa.uint64() if is_unsigned else pa.int64()
         values = Values(_numpy(_filled(column.cast(kind), 0)).astype(np.uint64))
         if is_unsigned and has_negative:
             values = hashed_at(values, values.keys >= _FIRST_NEGATIVE)
@@ -266,7 +242,7 @@ def texts_of(column: Any) -> Texts:
 
 def _text_bytes(column: Any) -> tuple[NDArray[np.uint8], Places]:
     """Return the bytes of all texts, where each begins, and the end of the last one."""
-    texts = _filled(column.cast(pyarrow().large_binary()), b"")
+    texts = _filled(column.cast(pa.large_binary()), b"")
     if not len(texts):
         return np.empty(0, np.uint8), np.zeros(1, np.int64)
     _, offsets, data = texts.buffers()
@@ -280,18 +256,17 @@ def _text_bytes(column: Any) -> tuple[NDArray[np.uint8], Places]:
 def lists_of(column: Any) -> tuple[Any, Places]:
     """Return the values of all lists of a column, and how many each list has; a missing list has
     none."""
-    if pyarrow("types").is_null(column.type):
+    if types.is_null(column.type):
         return column.slice(0, 0), np.zeros(len(column), np.int64)
-    lengths = _filled(pyarrow("compute").list_value_length(column), 0)
+    lengths = _filled(pc.list_value_length(column), 0)
     return column.flatten(), _numpy(lengths).astype(np.int64)
 
 
 def split_texts(column: Any, separator: str) -> tuple[Any, Places]:
     """Return the parts of all texts, and how many each text has. Empty parts do not count."""
-    compute = pyarrow("compute")
-    binary = column.cast(pyarrow().large_binary())
-    parts, lengths = lists_of(compute.split_pattern(binary, separator))
-    is_part = compute.not_equal(parts, _scalar(b"", "large_binary"))
+    binary = column.cast(pa.large_binary())
+    parts, lengths = lists_of(pc.split_pattern(binary, separator))
+    is_part = pc.not_equal(parts, _scalar(b"", "large_binary"))
     owners = np.repeat(np.arange(len(column)), lengths)[_numpy(is_part)]
     return parts.filter(is_part), np.bincount(owners, minlength=len(column))
 
@@ -304,7 +279,7 @@ def _filled(column: Any, value: Any) -> Any:
 @cache
 def _scalar(value: Any, kind: str) -> Any:
     """Return a value of a type. A new one is slow: pyarrow looks for pandas first."""
-    return pyarrow().scalar(value, kind)
+    return pa.scalar(value, kind)
 
 
 def _numpy(column: Any) -> NDArray[Any]:

@@ -6,10 +6,11 @@ import csv
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from hotrow.data.prepared.arrow import (
@@ -24,7 +25,6 @@ from hotrow.data.prepared.arrow import (
     none_if_empty,
     open_parquet,
     place_of,
-    pyarrow,
     split_texts,
     value_type,
 )
@@ -32,6 +32,7 @@ from hotrow.data.prepared.format import Feature, Schema
 from hotrow.data.prepared.pieces import Piece, Place, Rows, Samples, Source, file_by_file
 from hotrow.data.prepared.text import TextFiles, TextSource, first_line
 from hotrow.support import toml
+from hotrow.support.manifests import in_words
 
 _LISTS = "lists of "
 _LARGEST = float(np.finfo(np.float32).max)
@@ -95,45 +96,30 @@ class Columns:
         return [self.label, *self.dense, *self.categories]
 
 
-_WANTED = {
-    "tables": "[tables] gives the name of a table for a column",
-    "lists": "[lists] gives what stands between values for a column",
-    "label": "label must be text",
-    "separator": "separator must be text",
-}
-
-
 def read_columns(path: Path) -> Columns:
-    settings = toml.read(path)
-    known = Columns.__dataclass_fields__
+    settings, known = toml.read(path), Columns.__dataclass_fields__
     for key in settings:
         if key not in known:
             raise ValueError(f"{path}: unknown key {key!r}; there are {', '.join(known)}")
-        try:
-            settings[key] = msgspec.convert(settings[key], get_type_hints(Columns)[key])
-        except msgspec.ValidationError:
-            wanted = _WANTED.get(key, f"{key} must be a list of texts")
-            raise ValueError(f"{path}: {wanted}") from None
     try:
-        return Columns(**settings)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        return msgspec.convert(settings, Columns)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{path}: {in_words(error)}") from None
 
 
-class Described:
+class Described(Source):
     """Makes samples of the columns that a `Columns` describes."""
 
-    def __init__(
-        self,
-        columns: Columns,
-        *,
-        jagged: Collection[str],
-        is_text: bool,
-        signed: Collection[str] = (),
+    key_dtype = "uint64"
+    first_line = 1  # of CSV and Parquet files alike, so that both are split alike
+    _is_text = False  # whether columns are texts, as in CSV
+
+    def _describe(
+        self, columns: Columns, *, jagged: Collection[str], signed: Collection[str] = ()
     ) -> None:
         """`jagged` are the columns of lists; in CSV they are texts, which are split. `signed` are
         the tables whose columns may hold negative numbers."""
-        self._columns, self._is_text, self._signed = columns, is_text, signed
+        self._columns, self._signed = columns, signed
         self.schema = Schema(
             columns.label,
             columns.dense,
@@ -141,7 +127,7 @@ class Described:
                 Feature(name, columns.table(name), name in jagged) for name in columns.categories
             ),
         )
-        self.describes: Mapping[str, Any] = {"columns": _plain(columns)}
+        self.describes = {"columns": _plain(columns)}
 
     def samples(self, rows: Rows) -> Samples:
         columns = self._columns
@@ -157,7 +143,7 @@ class Described:
                 column, lengths = lists_of(column)
             try:
                 keys = column_keys(column, has_negative=feature.table in self._signed)
-            except pyarrow().ArrowInvalid as error:
+            except pa.ArrowInvalid as error:
                 raise ValueError(
                     f"column {feature.name!r} of {column.type} has values that are too large: "
                     f"{error}; cast it to text where the file is written"
@@ -183,11 +169,11 @@ def _plain(columns: Columns) -> dict[str, Any]:
     return {key: list(held) if isinstance(held, tuple) else held for key, held in settings.items()}
 
 
-class Csv(TextSource):
+class Csv(Described, TextSource):
     """CSV files whose header names the columns. Fields may be quoted, but no line end may stand
     within quotes."""
 
-    name, key_dtype, quotes = "csv", "uint64", True
+    name, quotes, _is_text = "csv", True, True
 
     def __init__(self, columns: Columns, paths: Sequence[Path], *, piece_bytes: int) -> None:
         TextFiles(paths)  # refuses missing files before the first line is read
@@ -200,8 +186,7 @@ class Csv(TextSource):
         )
         self.width = len(names)
         self.places = {name: place_of(name, names, paths[0], hint) for name in columns.used}
-        self._described = Described(columns, jagged=columns.lists, is_text=True)
-        self.schema, self.describes = self._described.schema, self._described.describes
+        self._describe(columns, jagged=columns.lists)
         super().__init__(paths, piece_bytes=piece_bytes)
 
     def _names(self, path: Path, header: bytes) -> list[str]:
@@ -214,18 +199,14 @@ class Csv(TextSource):
         except csv.Error as error:
             raise ValueError(f"{path} does not begin with a header: {error}") from None
 
-    def samples(self, rows: Rows) -> Samples:
-        return self._described.samples(rows)
 
-
-class ParquetSource(Source):
+class ParquetSource(Described):
     """Parquet files, by row groups. Columns of lists become jagged features."""
 
-    name, key_dtype = "parquet", "uint64"
-    first_line = 1  # as in CSV files, so that both are split alike
+    name = "parquet"
 
     def __init__(self, columns: Columns, paths: Sequence[Path], *, piece_samples: int) -> None:
-        self.paths, self._columns, self._piece_samples = list(paths), columns.used, piece_samples
+        self.paths, self._piece_samples = list(paths), piece_samples
         types = [_types(path, columns) for path in paths]
         kinds = [
             {name: _kind(path, name, held[name]) for name in columns.categories}
@@ -250,8 +231,7 @@ class ParquetSource(Source):
             if may_be_negative(value_type(held[name]))
         }
         jagged = {name for kind in kinds for name in kind if kind[name].startswith(_LISTS)}
-        self._described = Described(columns, jagged=jagged, is_text=False, signed=signed)
-        self.schema, self.describes = self._described.schema, self._described.describes
+        self._describe(columns, jagged=jagged, signed=signed)
 
     def pieces(self, start: Place | None = None) -> Iterator[Piece]:
         return file_by_file(len(self.paths), self._file, start or Place(line=self.first_line))
@@ -276,19 +256,18 @@ class ParquetSource(Source):
                     place = after
 
     def _batches(self, file: Any, path: Path, group: int) -> Iterator[Any]:
-        arrow = pyarrow()
         try:
             yield from file.iter_batches(
-                batch_size=self._piece_samples, row_groups=[group], columns=self._columns
+                batch_size=self._piece_samples, row_groups=[group], columns=self._columns.used
             )
-        except (arrow.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError) as error:
             raise ValueError(f"{path}, row group {group}: cannot be read: {error}") from error
 
     def parse(self, piece: Piece) -> Samples:
         batch = piece.data
-        columns = {name: batch.column(name) for name in self._columns}
+        columns = {name: batch.column(name) for name in self._columns.used}
         try:
-            return self._described.samples(Rows(columns, np.arange(len(batch))))
+            return self.samples(Rows(columns, np.arange(len(batch))))
         except ValueError as error:
             raise ValueError(f"{self.paths[piece.place.file]}: {error}") from error
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -47,7 +47,6 @@ MANIFEST = "manifest.json"
 SPLITS = ("train", "validation", "test")
 _ALIGNED = 64
 _REMEDY = "prepare again"
-_INT32_ROWS = 2**31 - 1
 _CHEAP_BYTES = 1 << 30  # checksums of a folder up to this size take a second or two
 _COPY_AGAIN = "copy it again, or prepare the folder again with --restart"
 
@@ -128,10 +127,6 @@ class Manifest:
         return [*(shard for shards in self.splits.values() for shard in shards), *tables]
 
 
-def id_dtype(rows: Sequence[int]) -> str:
-    return "int32" if max(rows, default=0) <= _INT32_ROWS else "int64"
-
-
 @dataclass(frozen=True)
 class Section:
     """Where an array lies in a file."""
@@ -167,10 +162,6 @@ def side_by_side(wanted: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str
         places[name] = Section(-(-end // _ALIGNED) * _ALIGNED, dtype, shape)
         end = places[name].end
     return places
-
-
-def shard_bytes(schema: Schema, samples: int, values: Mapping[str, int]) -> int:
-    return list(sections(schema, samples, values).values())[-1].end
 
 
 def write_shard(
@@ -239,12 +230,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(
             f"{folder} has no {MANIFEST}" + (hint if unfinished else ", so it is no prepared data")
         ) from None
-    return from_json(content, where=str(path))
-
-
-def from_json(content: Any, *, where: str) -> Manifest:
-    check_format(content, FORMAT, where=where, remedy=_REMEDY)
-    return converted(Manifest, content, where=where, remedy=_REMEDY, check=_check)
+    check_format(content, FORMAT, where=str(path), remedy=_REMEDY)
+    return converted(Manifest, content, where=str(path), remedy=_REMEDY, check=_check)
 
 
 def _check(manifest: Manifest) -> None:
@@ -275,11 +262,11 @@ def _check(manifest: Manifest) -> None:
         for shard in shards:
             if set(shard.values) != jagged:
                 raise ValueError(f"{shard.file} has values for {few(sorted(shard.values))}")
-            expected = shard_bytes(schema, shard.samples, shard.values)
-            if shard.bytes != expected:
+            *_, last = sections(schema, shard.samples, shard.values).values()
+            if shard.bytes != last.end:
                 raise ValueError(
                     f"{shard.file} has {shard.bytes} bytes, and {shard.samples} samples need "
-                    f"{expected}"
+                    f"{last.end}"
                 )
     check_files(file.file for file in manifest.files)
 

@@ -38,10 +38,9 @@ class Cores:
         if last is not None:
             last.result()
 
-    def each(self, work: Callable[[Item], None], items: Iterable[Item]) -> None:
-        """Return when all items are done."""
-        for _ in self._pool.map(work, items):
-            pass
+    def map(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+        """Return the results of all items, in their order."""
+        return list(self._pool.map(work, items))
 
     def in_order(
         self, work: Callable[[Item], Result], items: Iterable[Item], *, ahead: int | None = None

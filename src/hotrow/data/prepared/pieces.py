@@ -19,9 +19,8 @@ from hotrow.data.prepared.arrow import EXACT, Checks, Mask, Places, Values, floa
 from hotrow.data.prepared.format import Schema
 
 if TYPE_CHECKING:
-    from hotrow.data.prepared.job import Watch
+    from hotrow.data.prepared.job import Disk, Watch
     from hotrow.data.prepared.parallel import Cores
-    from hotrow.data.prepared.spool import Disk
 
 EXAMPLES = 5  # bad lines that are shown
 

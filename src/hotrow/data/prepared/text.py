@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+from pyarrow import csv as arrow_csv
 
-from hotrow.data.prepared.arrow import pyarrow
 from hotrow.data.prepared.pieces import (
     EXAMPLES,
     BadLine,
@@ -55,40 +56,31 @@ class TextFiles:
         return file_by_file(len(self.paths), self._file, start, headers=headers)
 
     def _file(self, place: Place) -> Iterator[Piece]:
-        path = self.paths[place.file]
+        """Yield whole lines; what follows the last line end is kept for the next piece."""
+        path, rest = self.paths[place.file], b""
         with _Stream(path) as stream:
             stream.skip(place.offset)
-            # What follows the last line end is kept for the next piece.
-            rest = b""
-            while True:
-                more = stream.read(self._piece_bytes - len(rest))
-                text = rest + more
-                if not text:
-                    return
+            while text := rest + (more := stream.read(self._piece_bytes - len(rest))):
                 cut, bad = text.rfind(b"\n") + 1, ""
+                has_end = cut > 0
                 if cut or len(text) < self._piece_bytes:
-                    has_end = cut > 0
                     cut = cut if cut and more else len(text)  # the last line may lack its end
                     text, rest = text[:cut], text[cut:]
-                    after = _after(place, text)
+                    size, lines = len(text), _count_lines(text)
                 else:
                     bad = f"longer than {self._piece_bytes:,} bytes, the most that is read"
                     size, rest, has_end = self._pass_by(stream, len(text))
-                    after = replace(
-                        place,
-                        offset=place.offset + size,
-                        file_line=place.file_line + 1,
-                        line=place.line + 1,
-                    )
+                    lines = 1
                 if not place.offset:
                     if not has_end:
                         self._check_line(text, place)
                     text = text.removeprefix(_MARK)
-                piece = Piece(place, after, b"" if bad else text, stream.tell(), bad)
-                place = piece.after
-                if not piece.place.file_line:
-                    self._check_header(piece)
-                yield piece
+                    self._check_header(path, text, bad)
+                after = Place(
+                    place.file, place.offset + size, place.file_line + lines, place.line + lines
+                )
+                yield Piece(place, after, b"" if bad else text, stream.tell(), bad)
+                place = after
 
     def _pass_by(self, stream: _Stream, size: int) -> tuple[int, bytes, bool]:
         """Read to the end of a line whose first `size` bytes are read already, and keep none of it.
@@ -111,27 +103,24 @@ class TextFiles:
                 "file of lines"
             )
 
-    def _check_header(self, piece: Piece) -> None:
-        if self._header is not None and piece.bad:
-            raise ValueError(f"{self.paths[piece.place.file]}, line 1: {piece.bad}")
-        first, _, _ = piece.data.partition(b"\n")
-        if self._header is not None and first.rstrip(b"\r") != self._header:
+    def _check_header(self, path: Path, text: bytes, bad: str) -> None:
+        if self._header is None:
+            return
+        if bad:
+            raise ValueError(f"{path}, line 1: {bad}")
+        first = text.partition(b"\n")[0]
+        if first.rstrip(b"\r") != self._header:
             raise ValueError(
-                f"{self.paths[piece.place.file]} begins with "
-                f"{first[:80].decode(errors='replace')!r}; expected is the header "
-                f"{self._header.decode()!r}"
+                f"{path} begins with {first[:80].decode(errors='replace')!r}; expected is the "
+                f"header {self._header.decode()!r}"
             )
 
 
 def _count_lines(text: bytes) -> int:
-    """Count lines; bytes.count takes four times as long if lines are short."""
-    ends = np.frombuffer(text, np.uint8) == ord("\n")
-    return int(np.count_nonzero(ends)) + _lacks_end(text)
-
-
-def _lacks_end(text: bytes) -> bool:
-    """Return whether the last line has no end, which the last one of a file may lack."""
-    return bool(text) and not text.endswith(b"\n")
+    """Count lines, of which the last may lack its end; bytes.count takes four times as long if
+    lines are short."""
+    ends = np.count_nonzero(np.frombuffer(text, np.uint8) == ord("\n"))
+    return int(ends) + (bool(text) and not text.endswith(b"\n"))
 
 
 def read_rows(
@@ -146,14 +135,10 @@ def read_rows(
     """Return some columns of whole lines, by their places among `width` columns. With `quotes`
     fields may be quoted; without, quotes belong to the fields. The first `skipped` lines are left
     out. Lines with more or fewer columns are bad."""
-    reader, arrow = pyarrow("csv", what="text is read"), pyarrow()
     for _ in range(skipped):
         text = text[text.find(b"\n") + 1 or len(text) :]
-    is_end = np.frombuffer(text, np.uint8) == ord("\n")
-    num_lines = int(np.count_nonzero(is_end)) + _lacks_end(text)
-    reasons: dict[int, str] = {}
-    has_empty = num_lines > 1 and bool((is_end[1:] & is_end[:-1]).any())
-    if is_odd := has_empty or _is_odd(text, quotes):
+    num_lines, reasons = _count_lines(text), dict[int, str]()
+    if is_odd := _is_odd(text, quotes):
         text = _rewritten(text, separator, width, quotes, reasons)
     bad: list[int] = []
     first: list[BadLine] = []
@@ -167,22 +152,22 @@ def read_rows(
         return "skip"
 
     if not text:
-        return Rows({name: arrow.array([], arrow.string()) for name in columns}, np.arange(0))
+        return Rows({name: pa.array([], pa.string()) for name in columns}, np.arange(0))
     names = [str(place) for place in range(width)]
     if text.startswith(_MARK):
         text = _MARK + text  # Arrow drops the first one
-    table = reader.read_csv(
-        arrow.BufferReader(text),
-        reader.ReadOptions(use_threads=False, column_names=names, block_size=len(text) + 1),
-        reader.ParseOptions(
+    table = arrow_csv.read_csv(
+        pa.BufferReader(text),
+        arrow_csv.ReadOptions(use_threads=False, column_names=names, block_size=len(text) + 1),
+        arrow_csv.ParseOptions(
             delimiter=separator,
             quote_char='"' if is_odd else False,
             newlines_in_values=is_odd,
             ignore_empty_lines=False,
             invalid_row_handler=skip,
         ),
-        reader.ConvertOptions(
-            column_types=dict.fromkeys(names, arrow.string()),
+        arrow_csv.ConvertOptions(
+            column_types=dict.fromkeys(names, pa.string()),
             include_columns=[names[place] for place in columns.values()],
             strings_can_be_null=False,
             check_utf8=False,
@@ -198,26 +183,17 @@ def _wrong_width(columns: int, width: int) -> str:
 
 
 def _is_odd(text: bytes, quotes: bool) -> bool:
-    """Return whether Arrow would read lines differently: the first one is empty, or an empty one
-    ends in a carriage return; or there are quotes, or carriage returns within lines. Arrow cannot
-    report bad lines that are not UTF-8."""
-    return (
-        (quotes and b'"' in text)
-        or text.startswith((b"\n", b"\r\n"))
-        or (b"\r" in text and (b"\n\r\n" in text or _has_lone_return(text)))
-        or not _is_utf8(text)
-    )
-
-
-def _has_lone_return(text: bytes) -> bool:
-    return text.count(b"\r") != text.count(b"\r\n") + text.endswith(b"\r")
-
-
-def _is_utf8(text: bytes) -> bool:
+    """Return whether Arrow would read lines differently: one is empty, or there are quotes, or
+    carriage returns within lines. Arrow cannot report bad lines that are not UTF-8."""
+    if (quotes and b'"' in text) or text.startswith((b"\n", b"\r\n")) or b"\n\n" in text:
+        return True
+    returns = text.count(b"\r")
+    if returns and (b"\n\r\n" in text or returns != text.count(b"\r\n") + text.endswith(b"\r")):
+        return True
     try:
-        return text.isascii() or bool(text.decode())
+        return not (text.isascii() or text.decode())
     except UnicodeDecodeError:
-        return False
+        return True
 
 
 def _rewritten(
@@ -261,11 +237,6 @@ def _without_quotes(line: bytes, separator: str) -> tuple[list[bytes], str]:
     return [field.encode("utf-8", errors="surrogateescape") for field in fields], ""
 
 
-def _after(place: Place, text: bytes) -> Place:
-    lines = _count_lines(text)
-    return Place(place.file, place.offset + len(text), place.file_line + lines, place.line + lines)
-
-
 def _check(path: Path) -> None:
     if not path.is_file():
         raise ValueError(f"{path} does not exist" if not path.exists() else f"{path} is no file")
@@ -290,9 +261,8 @@ class _Stream:
     def __init__(self, path: Path) -> None:
         self._path, kind = path, _COMPRESSED.get(path.suffix)
         self._is_compressed = kind is not None
-        arrow = pyarrow(what=f"{path.suffix} files are read") if kind else None
         self._raw = path.open("rb")
-        self._text: Any = arrow.CompressedInputStream(self._raw, kind) if arrow else self._raw
+        self._text: Any = pa.CompressedInputStream(self._raw, kind) if kind else self._raw
 
     def read(self, size: int) -> bytes:
         """Return `size` bytes, or fewer at the end of the file."""
@@ -338,7 +308,7 @@ def first_line(path: Path) -> bytes:
     return line.rstrip(b"\r")
 
 
-class TextSource(Source):
+class TextSource(TextFiles, Source):
     """Files of lines. Subclasses say what the columns are, and make samples of them."""
 
     separator = ","
@@ -348,12 +318,8 @@ class TextSource(Source):
     places: Mapping[str, int]  # of the columns that are used
 
     def __init__(self, paths: Sequence[Path], *, piece_bytes: int = PIECE_BYTES) -> None:
-        self._files = TextFiles(paths, header=self.header, piece_bytes=piece_bytes)
-        self.paths = self._files.paths
+        super().__init__(paths, header=self.header, piece_bytes=piece_bytes)
         self.first_line = self.header_lines = 0 if self.header is None else 1
-
-    def pieces(self, start: Place | None = None) -> Iterator[Piece]:
-        return self._files.pieces(start)
 
     def parse(self, piece: Piece) -> Samples:
         rows = read_rows(

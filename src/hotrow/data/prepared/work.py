@@ -18,6 +18,7 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -28,25 +29,34 @@ from hotrow.data.prepared.format import (
     MANIFEST,
     Manifest,
     Prepared,
-    id_dtype,
     read_manifest,
     to_json,
 )
-from hotrow.data.prepared.job import SIZES, Job, Settings, Sizes, Watch, share
+from hotrow.data.prepared.job import (
+    SIZES,
+    WORK,
+    Disk,
+    Job,
+    Settings,
+    Sizes,
+    Spool,
+    Stretch,
+    Watch,
+    share,
+)
 from hotrow.data.prepared.parallel import Cores
 from hotrow.data.prepared.pieces import Source
-from hotrow.data.prepared.reading import Read
-from hotrow.data.prepared.shards import (
+from hotrow.data.prepared.stages import (
     AtRandom,
     Encode,
     InOrder,
+    Read,
     Split,
     Verify,
     by_quantiles,
     last_day_halved,
     out_of_order,
 )
-from hotrow.data.prepared.spool import WORK, Disk, Spool, Stretch
 from hotrow.support.messages import many
 from hotrow.support.units import show_bytes
 from hotrow.support.version import __version__
@@ -81,22 +91,18 @@ def prepare(
         values_bytes = sizes.values_bytes or shared.values_bytes
         job = Job(source, out, settings, sizes, values_bytes, watch, disk, spool, cores)
         if (out / MANIFEST).exists():
-            return _finished(job)
+            data = Prepared(out)
+            checked = (
+                "all checksums are right"
+                if data.verify_if_small()
+                else "all files have their sizes, and `hotrow verify` compares checksums"
+            )
+            watch.say(f"{out} is already prepared ({checked}); nothing to do")
+            return data.manifest
         manifest = _run(job, described)
         disk.write(MANIFEST, [to_json(manifest).encode()])
         shutil.rmtree(out / WORK)
         return manifest
-
-
-def _finished(job: Job) -> Manifest:
-    data = Prepared(job.out)
-    checked = (
-        "all checksums are right"
-        if data.verify_if_small()
-        else "all files have their sizes, and `hotrow verify` compares checksums"
-    )
-    job.watch.say(f"{job.out} is already prepared ({checked}); nothing to do")
-    return data.manifest
 
 
 def _described(source: Source, settings: Settings) -> dict[str, Any]:
@@ -116,12 +122,13 @@ def _run(job: Job, described: dict[str, Any]) -> Manifest:
         _check_room(job, (job.settings.max_rows or 0) * len(job.source.schema.tables))
     reading = Read(job)
     stretches = reading.run()
-    tables = reading.tables()
-    bad, lines = stretches[-1].bad, _lines_of_files(stretches, len(job.source.paths))
-    rows = {name: table.ids.rows for name, table in tables.items()}
+    tables, records = reading.tables()
+    counted = sum((Counter(stretch.lines) for stretch in stretches), Counter[int]())
+    bad, lines = stretches[-1].bad, [counted[file] for file in range(len(job.source.paths))]
+    rows = {name: ids.rows for name, ids in tables.items()}
     _check_room(job, sum(rows.values()))
-    records = {name: table.record() for name, table in tables.items()}
-    schema = replace(job.source.schema, id_dtype=id_dtype(list(rows.values())))
+    id_dtype = "int32" if max(rows.values()) < 2**31 else "int64"
+    schema = replace(job.source.schema, id_dtype=id_dtype)
     splits = Encode(job, schema, tables, _split(job, stretches, lines)).run(stretches)
     del tables  # counts need their memory
     if not splits["train"]:
@@ -158,20 +165,13 @@ def _split(job: Job, stretches: list[Stretch], lines: list[int]) -> Split:
         samples = [count - job.source.header_lines for count in lines]
         return last_day_halved(samples, first_line=job.source.first_line)
     noted = job.out / WORK / "split.json"  # the spool goes while shards are made
-    if not noted.exists():
-        split = by_quantiles([job.spool.read(stretch).lines for stretch in stretches])
-        starts = {"validation": split.held, "test": split.middle}
-        job.disk.write(f"{WORK}/split.json", [json.dumps(starts).encode()])
-    starts = json.loads(noted.read_text())
-    return InOrder(starts["validation"], starts["test"])
-
-
-def _lines_of_files(stretches: list[Stretch], files: int) -> list[int]:
-    total = [0] * files
-    for stretch in stretches:
-        for file, lines in stretch.lines.items():
-            total[file] += lines
-    return total
+    if noted.exists():
+        starts = json.loads(noted.read_text())
+        return InOrder(starts["validation"], starts["test"])
+    split = by_quantiles([job.spool.read(stretch).lines for stretch in stretches])
+    starts = {"validation": split.held, "test": split.middle}
+    job.disk.write(f"{WORK}/split.json", [json.dumps(starts).encode()])
+    return split
 
 
 @contextmanager

@@ -1,11 +1,12 @@
-"""The second and third stage: stretches of the spool become shards, split by split; the shards are
-read back, checked, and their accesses counted."""
+"""The stages of `prepare`: `Read` fills the spool and makes the vocabularies of tables, `Encode`
+turns stretches of the spool into shards, `Verify` checks the shards and counts accesses."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,19 +18,29 @@ from hotrow.data.prepared.format import (
     Feature,
     Schema,
     ShardRecord,
+    TableRecord,
     as_bytes,
     map_shard,
     write_shard,
 )
-from hotrow.data.prepared.job import Job
-from hotrow.data.prepared.pieces import Samples
-from hotrow.data.prepared.reading import Table
-from hotrow.data.prepared.spool import WORK, Stretch
-from hotrow.data.prepared.vocabulary import RowChecks, Vocabulary
+from hotrow.data.prepared.job import WORK, BadRows, Job, Stretch
+from hotrow.data.prepared.pieces import Piece, Samples
+from hotrow.data.prepared.vocabulary import (
+    Counted,
+    Hashed,
+    RowChecks,
+    Tally,
+    Vocabulary,
+    bytes_per_value,
+    joined,
+)
 from hotrow.support.files import FileRecord, inside, make_durable, why_wrong
 from hotrow.support.hashing import mixed
 from hotrow.support.messages import few
+from hotrow.support.units import show_bytes
 
+HASHED_ROWS = 10_000_000  # of a table that is too large for the memory, without max_rows
+_VOCABULARY = f"{WORK}/vocabulary.json"
 _LOG = f"{WORK}/encoded.jsonl"
 _ZEROS = 1 << 22  # bytes that are written at once
 _TOGETHER = 1 << 15  # samples whose ids fit a cache
@@ -41,6 +52,7 @@ _LAST = 7  # of one file the last seventh is held back, as the last day of a wee
 # Returns for each line, counted over all files, or for each time, the number of its split.
 Split = Callable[[NDArray[np.int64]], NDArray[np.uint8]]
 Splits = dict[str, tuple[ShardRecord, ...]]
+Rows = Vocabulary | Hashed
 
 
 @dataclass(frozen=True)
@@ -100,10 +112,163 @@ def out_of_order(names: Sequence[str]) -> str | None:
     )
 
 
+class Read:
+    def __init__(self, job: Job) -> None:
+        self._job, source = job, job.source
+        self._dtype, self._schema = source.key_dtype, source.schema
+        self._hashed_rows = job.settings.max_rows or HASHED_ROWS
+        self._tallies: dict[str, Tally] = {}
+        if not job.settings.hash and not (job.out / _VOCABULARY).exists():
+            self._tallies = {name: Tally(self._dtype) for name in self._schema.tables}
+
+    def run(self) -> list[Stretch]:
+        job, sizes = self._job, self._job.sizes
+        stretches, is_finished = self._restore()
+        if is_finished:
+            return stretches
+        place = stretches[-1].after if stretches else None
+        bad = stretches[-1].bad if stretches else BadRows()
+        job.source.ready(job.disk, job.cores, job.watch)
+        file_bytes = [path.stat().st_size for path in job.source.paths]
+        samples = size = 0
+        job.watch.stage("reading", sum(file_bytes))
+        parts: list[tuple[Piece, Samples]] = []
+        counted: list[dict[str, Counted]] = []
+
+        def close(
+            parts: list[tuple[Piece, Samples]], counted: list[dict[str, Counted]], bad: BadRows
+        ) -> None:
+            stretches.append(job.spool.write(len(stretches), parts, bad))
+            self._add(counted)
+
+        for piece, (part, counts) in job.cores.in_order(self._parse, job.source.pieces(place)):
+            bad = bad.and_more(part.bad.count, job.describe(piece, part))
+            parts.append((replace(piece, data=None), part))  # its text is not needed any more
+            counted.append(counts)
+            samples += len(part.lines)
+            job.watch.advance(sum(file_bytes[: piece.place.file]) + piece.read_bytes, samples)
+            size += part.num_bytes
+            if len(parts) == sizes.stretch_pieces or size >= sizes.stretch_bytes:
+                job.cores.behind(partial(close, parts, counted, bad))
+                parts, counted, size = [], [], 0
+        if parts:
+            job.cores.behind(partial(close, parts, counted, bad))
+        job.cores.catch_up()
+        self._check(stretches, bad)
+        job.spool.finish()
+        return stretches
+
+    def _check(self, stretches: list[Stretch], bad: BadRows) -> None:
+        """Refuse files without samples."""
+        if sum(stretch.samples for stretch in stretches):
+            return
+        source = self._job.source
+        lines = sum(lines for stretch in stretches for lines in stretch.lines.values())
+        if lines and not (bad.count or source.times):  # they are the headers
+            names = few(str(path) for path in source.paths)
+            raise ValueError(f"{names}: a header, and no lines below it")
+        if lines > bad.count and source.times:  # Taobao's samples are made of several lines
+            raise ValueError(
+                f"{lines - bad.count:,} good lines make no sample: no user has two of them"
+            )
+        first = f"; the first of {bad.count:,} bad ones: {bad.examples[0]}" if bad.examples else ""
+        raise ValueError("there is no good line in the files" + first)
+
+    def _parse(self, piece: Piece) -> tuple[Samples, dict[str, Counted]]:
+        """Runs on workers."""
+        samples = self._job.parse(piece)
+        return samples, self._count(samples)
+
+    def _count(self, samples: Samples) -> dict[str, Counted]:
+        counted = {}
+        for table in list(self._tallies):
+            keys = [samples.keys[f.name] for f in self._schema.features if f.table == table]
+            counted[table] = Counted.of(keys[0] if len(keys) == 1 else np.concatenate(keys))
+        return counted
+
+    def _add(self, counted: list[dict[str, Counted]]) -> None:
+        """Add the counts of a stretch together: how many parts they came in does not matter."""
+        for table, tally in self._tallies.items():
+            tally.add(joined([counts[table] for counts in counted]))
+        self._fit()
+
+    def _fit(self) -> None:
+        """Leave the largest tables to hashing until the others fit in memory."""
+        job = self._job
+        most = job.values_bytes // bytes_per_value(self._dtype)
+        while sum(map(len, self._tallies.values())) > most:
+            for tally in self._tallies.values():
+                tally.settle()  # pending values may be known already
+            if sum(map(len, self._tallies.values())) <= most:
+                return
+            largest = max(self._tallies, key=lambda name: len(self._tallies[name]))
+            values = len(self._tallies.pop(largest))
+            job.watch.say(
+                f"table {largest} has more than {values:,} values, which do not fit --memory "
+                f"{show_bytes(job.settings.memory_bytes)} beside the other tables: they are "
+                f"hashed into {self._hashed_rows:,} rows"
+            )
+
+    def _restore(self) -> tuple[list[Stretch], bool]:
+        """Return the stretches of a stopped run, and whether those are all."""
+        job = self._job
+        stretches, is_finished = job.spool.log()
+        if not stretches:
+            return [], False
+        if is_finished and not self._tallies:  # the vocabularies exist: nothing to count again
+            return stretches, True
+        total = sum(stretch.samples for stretch in stretches)
+        job.watch.stage("checking what is read already", total)
+        samples = 0
+        for stretch, is_whole in job.cores.in_order(job.spool.is_whole, stretches):
+            if not is_whole:
+                job.watch.say(f"{job.out / stretch.file.file} is not whole: reading from there")
+                return stretches[: stretch.number], False
+            if self._tallies:
+                self._add([self._count(job.spool.read(stretch))])
+            samples += stretch.samples
+            job.watch.advance(samples, samples)
+        return stretches, is_finished
+
+    def tables(self) -> tuple[dict[str, Rows], dict[str, partial[TableRecord]]]:
+        """Return how values become rows, written once and then read back; and the records of
+        tables, which lack `counts`."""
+        job = self._job
+        noted = job.out / _VOCABULARY
+        if not noted.exists():
+            records = {
+                name: self._write(place, name) for place, name in enumerate(self._schema.tables)
+            }
+            job.disk.write(_VOCABULARY, [json.dumps(records).encode()])
+        tables: dict[str, Rows] = {}
+        lacking = {}
+        for name, record in json.loads(noted.read_text()).items():
+            ids: Rows = Hashed(self._hashed_rows)
+            keys = None if record["keys"] is None else FileRecord(**record["keys"])
+            if keys is not None:
+                if wrong := why_wrong(job.out, keys, contents=True):
+                    raise ValueError(f"{wrong}; --restart makes it again")
+                ids = Vocabulary(np.fromfile(inside(job.out, keys.file), self._dtype))
+            tables[name] = ids
+            facts = (name, ids.rows, ids.how, record["values"])
+            lacking[name] = partial(TableRecord, *facts, keys=keys, key_dtype=self._dtype)
+        return tables, lacking
+
+    def _write(self, place: int, name: str) -> dict[str, Any]:
+        job = self._job
+        if name not in self._tallies:
+            return {"keys": None, "values": None}
+        # The tally goes: its counts are not needed once the keys are written.
+        keys, values = self._tallies.pop(name).vocabulary(
+            min_frequency=job.settings.min_frequency, max_rows=job.settings.max_rows
+        )
+        file = job.disk.write(f"tables/{place:03}.keys", [as_bytes(keys)])
+        return {"keys": asdict(file), "values": values}
+
+
 class Encode:
-    def __init__(self, job: Job, schema: Schema, tables: dict[str, Table], split: Split) -> None:
-        self._job, self._schema, self._split = job, schema, split
-        self._ids = {name: table.ids for name, table in tables.items()}
+    def __init__(self, job: Job, schema: Schema, tables: dict[str, Rows], split: Split) -> None:
+        self._job, self._schema, self._ids, self._split = job, schema, tables, split
         self._done: dict[int, dict[str, ShardRecord]] = {}
         self._checks: dict[str, RowChecks] = {}  # of tables some of whose keys are hashes
 
@@ -114,13 +279,11 @@ class Encode:
         left = [stretch for stretch in stretches if stretch.number not in self._done]
         job.watch.stage("encoding", sum(stretch.samples for stretch in left))
         samples = 0
-        for stretch, shards in job.cores.in_order(self._encode, left, ahead=job.cores.workers):
-            self._done[stretch.number] = shards
-            records = {name: asdict(shard) for name, shard in shards.items()}
-            job.disk.append(_LOG, {"stretch": stretch.number, "shards": records})
-            job.spool.remove(stretch)
+        for stretch in left:  # one is encoded while the one before is written
+            job.cores.behind(partial(self._write, stretch, *self._encode(stretch)))
             samples += stretch.samples
             job.watch.advance(samples, samples)
+        job.cores.catch_up()
         done = [self._done[stretch.number] for stretch in stretches]
         return {name: tuple(shards[name] for shards in done if name in shards) for name in SPLITS}
 
@@ -139,17 +302,33 @@ class Encode:
             raise ValueError("the source files have changed; --restart prepares them anew")
         return job.spool.read(again)
 
-    def _encode(self, stretch: Stretch) -> dict[str, ShardRecord]:
-        """Write the shards of a stretch, one for each split that it has samples of. Runs on
-        workers."""
-        samples = self._samples(stretch)
-        ids = np.empty((stretch.samples, len(self._schema.single)), self._schema.id_dtype)
-        for first in range(0, stretch.samples, _TOGETHER):
+    def _encode(self, stretch: Stretch) -> tuple[Samples, NDArray[Any], dict[str, NDArray[Any]]]:
+        """Return the samples of a stretch, their ids, and the ids of lists by feature."""
+        schema, samples = self._schema, self._samples(stretch)
+        ids = np.empty((stretch.samples, len(schema.single)), schema.id_dtype)
+
+        def fill(first: int) -> None:
             here = slice(first, first + _TOGETHER)
-            for place, feature in enumerate(self._schema.single):
+            for place, feature in enumerate(schema.single):
                 ids[here, place] = self._rows(feature, samples, here)
-        values = {f.name: self._rows(f, samples, slice(None)) for f in self._schema.jagged}
-        codes = self._split(samples.lines)
+
+        def rows(feature: Feature) -> NDArray[Any]:
+            return self._rows(feature, samples, slice(None)).astype(schema.id_dtype)
+
+        self._job.cores.map(fill, range(0, stretch.samples, _TOGETHER))
+        names = [feature.name for feature in schema.jagged]
+        lists = self._job.cores.map(rows, schema.jagged)
+        return samples, ids, dict(zip(names, lists, strict=True))
+
+    def _write(
+        self,
+        stretch: Stretch,
+        samples: Samples,
+        ids: NDArray[Any],
+        values: dict[str, NDArray[Any]],
+    ) -> None:
+        """Write the shards of a stretch, one for each split that it has samples of."""
+        job, codes = self._job, self._split(samples.lines)
         shards = {}
         for code in np.flatnonzero(np.bincount(codes)).tolist():
             mask = codes == code
@@ -161,8 +340,11 @@ class Encode:
                 arrays[f"{name}.offsets"] = np.concatenate([[0], np.cumsum(lengths[mask])])
                 arrays[f"{name}.values"] = rows[np.repeat(mask, lengths)]
             file = f"shards/{SPLITS[code]}-{stretch.number:05}.bin"
-            shards[SPLITS[code]] = write_shard(self._job.disk, file, self._schema, arrays)
-        return shards
+            shards[SPLITS[code]] = write_shard(job.disk, file, self._schema, arrays)
+        self._done[stretch.number] = shards
+        records = {name: asdict(shard) for name, shard in shards.items()}
+        job.disk.append(_LOG, {"stretch": stretch.number, "shards": records})
+        job.spool.remove(stretch)
 
     def _open_checks(self, stretches: list[Stretch]) -> None:
         checked = {name for stretch in stretches for name in stretch.checked}
@@ -265,7 +447,7 @@ class Verify:
                 raise ValueError(f"{wrong}; give the same command again to make it anew")
             self._largest = np.maximum(self._largest, most)
             if is_counted:
-                job.cores.each(partial(self._count, self._ids(shard), counts, first), self._rows)
+                job.cores.map(partial(self._count, self._ids(shard), counts, first), self._rows)
             done, samples = done + shard.bytes, samples + shard.samples
             job.watch.advance(done, samples)
         return counts
