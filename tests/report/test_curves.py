@@ -22,36 +22,36 @@ def steps(count: int) -> Iterator[StepRecord]:
 
 
 def test_a_short_run_has_a_point_for_each_step() -> None:
-    curve = Curve.of(steps(5))
+    curve = Curve(steps(5))
     assert curve.width == 1
-    assert curve.values(lambda x: x.middle) == [1, 2, 3, 4, 5]
-    assert curve.values(lambda x: x.loss) == [4, 3, 2, 1, 0]
-    assert curve.values(lambda x: x.samples_per_second) == [20] * 5
-    assert curve.ends == [0.5, 1, 1.5, 2, 2.5]
+    assert curve.step == curve.middle == [1, 2, 3, 4, 5]
+    assert curve.loss == [4, 3, 2, 1, 0]
+    assert curve.samples_per_second == [20] * 5
+    assert curve.seconds == [0.5, 1, 1.5, 2, 2.5]
 
 
 @pytest.mark.parametrize("count", [8, 9, 15, 16, 17, 33, 1000])
 def test_a_long_run_has_bounded_points_and_loses_nothing(count: int) -> None:
-    curve, whole = Curve.of(steps(count), most=8), list(steps(count))
-    assert 4 <= len(curve.bins) <= 8
-    assert {each.steps for each in curve.bins[:-1]} <= {curve.width}
-    assert curve.bins[0].first == 1
-    assert all(a.last + 1 == b.first for a, b in zip(curve.bins, curve.bins[1:], strict=False))
-    total = curve.total
-    assert (total.first, total.last, total.steps) == (1, count, count)
-    assert total.lookups == sum(each.lookups for each in whole)
-    assert total.bytes_moved == sum(each.bytes_fetched + each.bytes_evicted for each in whole)
-    assert total.seconds == pytest.approx(0.5 * count)
-    assert (total.least_loss, total.largest_loss) == (0, count - 1)
-    first = curve.bins[0]
-    losses = [each.loss for each in whole[: first.steps]]
-    assert first.loss == pytest.approx(sum(losses) / len(losses))
+    curve, whole = Curve(steps(count), most=8), list(steps(count))
+    bins = [whole[first : first + curve.width] for first in range(0, count, curve.width)]
+    assert 4 <= len(bins) <= 8
+    assert curve.step == [part[-1].step for part in bins]
+    assert curve.middle == [(part[0].step + part[-1].step) / 2 for part in bins]
+    assert curve.seconds[-1] == pytest.approx(0.5 * count)
+    assert curve.loss == pytest.approx([sum(x.loss for x in part) / len(part) for part in bins])
+    assert curve.least_loss == [part[-1].loss for part in bins]
+    assert curve.largest_loss == [part[0].loss for part in bins]
+    hits = [1 - sum(x.fetched_rows for x in p) / sum(x.lookups for x in p) for p in bins]
+    assert curve.hit_rate == pytest.approx(hits)
+    moved = [sum(x.bytes_fetched + x.bytes_evicted for x in p) / (0.5 * len(p)) for p in bins]
+    assert curve.bytes_per_second == pytest.approx(moved)
 
 
 def test_what_was_not_measured_is_no_number() -> None:
     empty = StepRecord(1, math.nan, 10, 0.0, 0, 0, 0, 0, 0, 0)
-    (found,) = Curve.of([empty]).bins
-    for value in (found.loss, found.hit_rate, found.samples_per_second, found.waited):
-        assert math.isnan(value)
-    (found,) = Curve.of([*steps(3), empty], most=1).bins
-    assert (found.waited, found.loss) == pytest.approx((0.1, 1.0))  # of those that were measured
+    found = Curve([empty])
+    for values in (found.loss, found.hit_rate, found.samples_per_second, found.waited):
+        assert [math.isnan(value) for value in values] == [True]
+    found = Curve([*steps(3), empty], most=1)  # the mean is of those that were measured
+    assert (*found.waited, found.mean_waited, *found.loss) == pytest.approx((0.1, 0.1, 1.0))
+    assert math.isnan(Curve().mean_waited)
