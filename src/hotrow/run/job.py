@@ -135,12 +135,7 @@ def build(
         first -= first % samples.batches_per_epoch  # such systems start with an epoch
     profile = _profile(config.embedding.profile, samples)
     embedding = _embedding(config, samples, profile)
-    model = MODELS[config.model.kind](
-        embedding,
-        samples.num_dense,
-        **config.model.arguments,
-        generator=torch.Generator().manual_seed(config.run.seed),
-    ).to(embedding.device)  # rows stay where they are
+    model = model_of(config, samples, embedding).to(embedding.device)  # rows stay where they are
     optimizer = dense_optimizer(config.training.optimizer, model, embedding.device)
     trainer: Trainer[AnyBatch] = Trainer(
         model,
@@ -157,6 +152,15 @@ def build(
         embedding.reserve(config.data.batch_size, samples.lookups)
     trainer.step = done
     return Job(config, samples, embedding, model, optimizer, trainer, done, first)
+
+
+def model_of(config: RunConfig, samples: Samples, embedding: nn.Module) -> nn.Module:
+    return MODELS[config.model.kind](
+        embedding,
+        samples.num_dense,
+        **config.model.arguments,
+        generator=torch.Generator().manual_seed(config.run.seed),
+    )
 
 
 def with_budget(config: RunConfig, samples: Samples) -> RunConfig:

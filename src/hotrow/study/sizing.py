@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from hotrow.embedding.arguments import usable_device
 from hotrow.embedding.collection import EmbeddingBagCollection, EmbeddingCollection
 from hotrow.engine.strategy import STRATEGIES, Strategy
-from hotrow.models import MODELS
 from hotrow.run.config import EmbeddingSection, RunConfig
-from hotrow.run.job import build, open_data, tables_of
+from hotrow.run.job import build, model_of, open_data, tables_of
 from hotrow.run.strategy_names import find_named
 from hotrow.sizing.budgets import (
     LEFT,
@@ -189,12 +188,7 @@ def _dense_weights(config: RunConfig) -> int:
     ]
     kind = EmbeddingCollection if is_sequence else EmbeddingBagCollection
     rule = config.embedding.optimizer.rule()
-    model = MODELS[config.model.kind](
-        kind(tables=tables, optimizer=rule, strategy="all-fast"),
-        samples.num_dense,
-        **config.model.arguments,
-        generator=torch.Generator().manual_seed(0),
-    )
+    model = model_of(config, samples, kind(tables=tables, optimizer=rule, strategy="all-fast"))
     return sum(weight.numel() for weight in model.parameters() if weight.dim() > 1)
 
 
