@@ -315,15 +315,15 @@ class _Counting:
 
     def _static(self, hottest: NDArray[np.int64], lru: MissCurve) -> MissCurve:
         """Return the misses if the hottest rows stay, as many as leave room for any batch."""
-        weights = self._rows.weights_of(hottest)
         uses = self._rows.uses[hottest]
         room = np.maximum(0, lru.slots - self._largest_batch)
-        if weights is None:
-            hits = np.concatenate([[0], uses.cumsum(dtype=np.int64)])
+        if self._rows.choice.is_exact:  # in less memory
+            hits = np.append(0, uses.cumsum(dtype=np.int64))
             saved = hits[np.minimum(room, len(uses))].astype(np.float64)
         else:
-            ranks = np.concatenate([[0.0], weights.cumsum()])
-            saved = np.interp(room, ranks, np.concatenate([[0.0], (uses * weights).cumsum()]))
+            weights = self._rows.weights_of(hottest)
+            hits = np.append(0.0, (uses * weights).cumsum())
+            saved = np.interp(room, np.append(0.0, weights.cumsum()), hits)
         misses = np.maximum(0, lru.unique_rows - saved)
         misses = np.where(np.isnan(lru.misses), np.nan, misses)
         return replace(lru, policy="static", misses=misses, low=misses, high=misses)

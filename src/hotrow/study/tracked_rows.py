@@ -90,7 +90,7 @@ class Read:
 
     places: Places | Ids  # [n]: of the rows among the tracked ones
     counts: Counts  # [n]: lookups of each row
-    weights: NDArray[np.float64] | None  # [n]: rows that each one stands for; None: itself
+    weights: NDArray[np.float64]  # [n]: rows that each one stands for
     edges: NDArray[np.int64]  # [tables + 1]: where the rows of each table begin
     accesses: NDArray[np.int64]  # [tables]: of all rows, tracked or not
     unique: NDArray[np.int64]  # [tables]: likewise
@@ -144,7 +144,7 @@ class TrackedRows:
             raise ValueError(f"there is an id {ids[-1]:,}; the tables have {self.bases[-1]:,} rows")
         accesses, different = _sums(counts, edges), np.diff(edges)
         if self._ids is None:
-            return Read(ids, counts, None, edges, accesses, different)
+            return Read(ids, counts, self.weights_of(ids), edges, accesses, different)
         at, is_certain = self.choice.find(ids)
         drawn = self._scatter(ids.astype(np.int64))
         is_in = is_certain | (drawn < self.choice.sampled)
@@ -162,10 +162,10 @@ class TrackedRows:
         drawn = places - len(certain)
         return np.where(drawn < 0, 0, 1 + drawn % GROUPS).astype(np.int8)
 
-    def weights_of(self, places: Places) -> NDArray[np.float64] | None:
-        """Return how many rows each of them stands for; None: itself."""
+    def weights_of(self, places: Places) -> NDArray[np.float64]:
+        """Return how many rows each of them stands for."""
         if self.choice.certain is None:
-            return None
+            return np.broadcast_to(1.0, len(places))  # takes no memory
         return np.where(places < len(self.choice.certain), 1.0, self.choice.weight)
 
     def forget_uses(self) -> None:
@@ -214,14 +214,11 @@ class WorkingSets:
 
     def add(self, last_use: NDArray[np.int32], read: Read) -> None:
         """Add a batch. `last_use`: the batch that used each of its rows last."""
-        weights = read.weights
         self._now[0, :-1] = read.unique  # of one batch, counted also where rows are sampled
         for place, size in enumerate(WINDOWS[1:], 1):
             is_first = last_use < self._number // size * size
-            rows = is_first if weights is None else is_first * weights
-            self._now[place, :-1] += read.by_table(rows)
-            if weights is not None:
-                self._sampled[place, :-1] += read.by_table(is_first & (weights > 1))
+            self._now[place, :-1] += read.by_table(is_first * read.weights)
+            self._sampled[place, :-1] += read.by_table(is_first & (read.weights > 1))
         self._number += 1
         for place, size in enumerate(WINDOWS):
             if self._number % size == 0:
@@ -252,8 +249,8 @@ class WorkingSets:
 
 # -- drift -----------------------------------------------------------------------------
 
-# Bits of a row's hot sets: of all tables or its own, of the period before or the first one.
-_SETS = tuple((pooled, first) for pooled in (True, False) for first in (False, True))
+# Bits of a row's hot sets, of its own table and of all: of the period before, and of the first.
+_PREVIOUS, _FIRST, _POOLED = 1, 2, 2  # those of all tables are shifted by _POOLED
 
 
 @dataclass(frozen=True)
@@ -274,76 +271,61 @@ class Drifting:
         # By table, and last in all.
         self._hot_rows = np.maximum(1, (hot_part * np.append(sizes, sizes.sum())).astype(np.int64))
         self._period: int | None = None
-        # Accesses to the hot rows of the period before, and of the first.
-        self._covered = np.zeros((len(sizes) + 1, 2))
-        self._accesses = np.zeros(len(sizes) + 1)
-        self._own: list[NDArray[np.float64]] = []
-        self._later: list[NDArray[np.float64]] = []
+        self._accesses = np.zeros(len(sizes))
+        # [periods, tables + 1, 3]: shares of the period's own hot rows, and of those before.
+        self._shares: list[NDArray[np.float64]] = []
 
     def add(self, period: int, read: Read) -> None:
         """Add lookups of a period. A new period ends the one before."""
         if self._period is not None and period != self._period:
             self._end()
         self._period = period
-        self._accesses[:-1] += read.accesses
+        self._accesses += read.accesses
         self._rows.period[read.places] += read.counts.astype(np.uint32)
-        if not self._own:
-            return
-        accesses = read.counts if read.weights is None else read.counts * read.weights
-        hot = self._rows.hot[read.places]
-        for bit, (pooled, first) in enumerate(_SETS):
-            by_table = read.by_table(np.where(hot & (1 << bit), accesses, 0))
-            if pooled:
-                self._covered[-1, int(first)] += by_table.sum()
-            else:
-                self._covered[:-1, int(first)] += by_table
 
     def _end(self) -> None:
         """End a period: its hot rows are what the next one is compared with."""
-        rows, is_first = self._rows, not self._own
-        self._accesses[-1] = self._accesses[:-1].sum()
-        if not is_first:
-            self._later.append(self._covered / np.maximum(1, self._accesses)[:, None])
+        rows = self._rows
         places, ids = rows.read_rows(rows.period)
-        edges = np.searchsorted(ids, rows.bases)
-        own = np.zeros(len(self._accesses))
-        rows.hot &= sum(1 << bit for bit, (_, first) in enumerate(_SETS) if first)
-        spans = [*pairwise(edges.tolist()), (0, len(places))]
+        uses, before = rows.period[places] * rows.weights_of(places), rows.hot[places]
+        rows.hot &= _FIRST | _FIRST << _POOLED
+        spans = [*pairwise(np.searchsorted(ids, rows.bases).tolist()), (0, len(places))]
+        shares = np.zeros((len(spans), 3))
         for table, (low, high) in enumerate(spans):
+            shift = _POOLED if table == len(spans) - 1 else 0
             hottest = self._hottest(places[low:high], int(self._hot_rows[table]))
-            weights = rows.weights_of(hottest)
-            uses = rows.period[hottest].astype(np.float64)
-            own[table] = uses.sum() if weights is None else (uses * weights).sum()
-            for bit, (pooled, first) in enumerate(_SETS):
-                if pooled == (table == len(spans) - 1) and (is_first or not first):
-                    rows.hot[hottest] |= np.uint8(1 << bit)
-        self._own.append(own / np.maximum(1, self._accesses))
-        rows.period[:] = 0
-        self._covered[:], self._accesses[:] = 0, 0
+            shares[table, 0] = (rows.period[hottest] * rows.weights_of(hottest)).sum()
+            for column, bit in ((1, _PREVIOUS), (2, _FIRST)):
+                shares[table, column] = uses[low:high][before[low:high] & bit << shift > 0].sum()
+            bits = _PREVIOUS if self._shares else _PREVIOUS | _FIRST
+            rows.hot[hottest] |= np.uint8(bits << shift)
+        accesses = np.append(self._accesses, self._accesses.sum())
+        # Weights may add up to more than all accesses.
+        self._shares.append(np.minimum(shares / np.maximum(1, accesses)[:, None], 1))
+        rows.period[:], self._accesses[:] = 0, 0
 
     def _hottest(self, places: NDArray[np.int64], count: int) -> NDArray[np.int64]:
         """Return the hottest of the places; ties: the smaller ids."""
-        uses, weights = self._rows.period[places], self._rows.weights_of(places)
-        hottest: NDArray[np.int64] = places
-        if weights is not None:
+        uses = self._rows.period[places]
+        if not self._rows.choice.is_exact:
             order = np.argsort(-uses.astype(np.int64), kind="stable")
-            most = np.searchsorted(weights[order].cumsum(), count, side="right")
-            hottest = places[order[:most]]
-        elif len(uses) > count:
-            least = np.partition(uses, len(uses) - count)[len(uses) - count]
-            above = np.flatnonzero(uses > least)
-            ties = np.flatnonzero(uses == least)[: count - len(above)]
-            hottest = places[np.concatenate([above, ties])]
-        return hottest
+            weights = self._rows.weights_of(places[order])
+            hottest: Places = order[: np.searchsorted(weights.cumsum(), count, side="right")]
+            return places[hottest]
+        if len(uses) <= count:
+            return places
+        least = np.partition(uses, len(uses) - count)[len(uses) - count]
+        above = np.flatnonzero(uses > least)
+        ties = np.flatnonzero(uses == least)[: count - len(above)]
+        hottest = np.concatenate([above, ties])
+        return places[hottest]
 
     def result(self) -> list[Drift]:
         """Return the drift of each table, and last of all together."""
         if self._period is not None:
             self._end()
-        # Weights may add up to more than all accesses.
-        own = np.minimum(np.array(self._own).reshape(-1, len(self._accesses)), 1)
-        later = np.minimum(np.array(self._later).reshape(-1, len(self._accesses), 2), 1)
+        shares = np.array(self._shares).reshape(-1, len(self._hot_rows), 3)
         return [
-            Drift(int(count), own[:, table], later[:, table, 0], later[:, table, 1])
+            Drift(int(count), shares[:, table, 0], shares[1:, table, 1], shares[1:, table, 2])
             for table, count in enumerate(self._hot_rows)
         ]
