@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,7 +20,7 @@ from hotrow.checkpoint import save_model
 from hotrow.checkpoint.folder import go_back
 from hotrow.checkpoint.model import bytes_of
 from hotrow.embedding.row_verifier import CorruptRows, RowVerifier
-from hotrow.run.board import Board, TensorBoard, check_board
+from hotrow.run.board import TensorBoard, event_classes
 from hotrow.run.config import RunConfig
 from hotrow.run.files import MODEL_FOLDER, RunWriter, environment, now, refuse_busy
 from hotrow.run.job import (
@@ -37,7 +36,7 @@ from hotrow.run.job import (
 from hotrow.run.resume import Resumed, has_ended, resume
 from hotrow.run.saving import Saved, Saving, not_finite
 from hotrow.run.tally import Tally, limit_of
-from hotrow.run.tracing import ChromeTrace, Traced, Tracing
+from hotrow.run.tracing import ChromeTrace, Traced
 from hotrow.support.records import EvalRecord, Limit, RunRecord, StartRecord, TableRecord
 from hotrow.support.units import show_bytes
 
@@ -103,7 +102,7 @@ def train_run(
 ) -> Result | None:
     """Train in a new folder of `runs`, or resume the run in `folder`; None: it has ended."""
     if config.run.tensorboard:
-        check_board()
+        event_classes()  # raises if it is not installed
     if folder is not None:
         refuse_busy(folder)
     samples = open_data(config)
@@ -128,7 +127,9 @@ def train_run(
         RunWriter(runs, name=config.run.name)
         if folder is None
         else RunWriter.going_on(folder, after=job.done) as run,
-        TensorBoard(run.folder, config, job.done) if config.run.tensorboard else Board() as board,
+        TensorBoard(run.folder, config, job.done)
+        if config.run.tensorboard
+        else nullcontext() as board,
         stop,
     ):
         observer.start(job, run.folder)
@@ -136,7 +137,7 @@ def train_run(
             observer.resumed(job.done, before.checkpoint)
         if config.run.save:
             _warn_of_little_space(job, run.folder, observer)
-        tracing = Tracing()
+        tracing = None
         if traced is not None:
             tracing = ChromeTrace(run.folder, traced, device=config.run.device)
         result = Session(job, run, board, observer, stop, tracing, before).run(steps)
@@ -161,10 +162,10 @@ class Session:
         self,
         job: Job,
         run: RunWriter,
-        board: Board,
+        board: TensorBoard | None,
         observer: Observer,
         stop: StopAfterStep,
-        tracing: Tracing,
+        tracing: ChromeTrace | None,
         before: Resumed | None,
     ) -> None:
         self._job, self._run, self._config = job, run, job.config
@@ -225,12 +226,17 @@ class Session:
         every, verify_every = training.eval_every, training.verify_every
         verifier = RowVerifier([job.embedding], step=job.done) if verify_every else None
         is_verified = True  # all steps so far
-        with self._observer.progress("training", steps=steps) as advance, self._tracing as tracing:
+        with (
+            self._observer.progress("training", steps=steps) as advance,
+            self._tracing or nullcontext() as tracing,
+        ):
             for record in job.train():
-                tracing.step(tally.steps + 1)
+                if tracing is not None:
+                    tracing.step(tally.steps + 1)
                 tally.add(record)
                 self._run.step(record)
-                self._board.step(record)
+                if self._board is not None:
+                    self._board.step(record)
                 tally.expected = job.known_steps
                 if every and record.step % every == 0 and record.step != tally.expected:
                     self._evaluate()
@@ -263,7 +269,7 @@ class Session:
         place = self._run.folder / MODEL_FOLDER
         if config.run.save:  # first: a later failure does not lose the model
             self._outcome = "interrupted"  # the record of a run that is killed from here on
-            with contextlib.suppress(OSError):  # raised at the end, when it is tried again
+            with suppress(OSError):  # raised at the end, when it is tried again
                 self._finish()  # before the disk may be full
             self._outcome = "failed"
             if why_not is None:
@@ -305,7 +311,8 @@ class Session:
 
     def _evaluate(self, *, at_end: bool = False) -> None:
         self._tally.evaluations.append(self._job.evaluate(at_end=at_end))
-        self._board.evaluation(self._tally.evaluations[-1])
+        if self._board is not None:
+            self._board.evaluation(self._tally.evaluations[-1])
 
     def _warn_of_divergence(self) -> None:
         losses, last = self._tally.losses, self._saving.last
