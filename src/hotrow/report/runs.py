@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hotrow.report.charts import Bars, Chart, Line, Spans, bars_by_name
+from hotrow.report.charts import Bars, Chart, Line, bars_by_name
 from hotrow.report.curves import Curve
 from hotrow.report.document import (
     NONE,
@@ -23,6 +23,7 @@ from hotrow.report.document import (
 )
 from hotrow.support.messages import many
 from hotrow.support.records import RunRecord, Span
+from hotrow.support.toml import flat
 from hotrow.support.units import show_bytes
 
 _STEPS_SHOWN = 4  # in a timeline
@@ -243,11 +244,11 @@ def timeline(run: RunView) -> Chart:
     places = ("host: ", "GPU: ") if has_gpu else ("",)
     order = [place + name for place in places for name in stages]
     series = tuple(
-        Spans(
+        Bars(
             name,
             [lanes[id(span)] for span in shown if span.name == name],
-            [1000 * (span.start - start) for span in shown if span.name == name],
             [1000 * span.seconds for span in shown if span.name == name],
+            starts=[1000 * (span.start - start) for span in shown if span.name == name],
             colour=place,
         )
         for place, name in enumerate(stages)
@@ -294,16 +295,8 @@ def _bad(runs: Sequence[RunView]) -> list[tuple[int, str]]:
 
 def _settings_of(record: RunRecord) -> dict[str, str]:
     """Return settings and environment by their full names."""
-    settings = dict(_flat(record.settings))
-    return settings | {f"environment: {key}": value for key, value in _flat(record.environment)}
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{key}.")
-        else:
-            yield f"{before}{key}", NONE if value is None else str(value)
+    every = [*flat(record.settings), *flat(record.environment, "environment: ")]
+    return {name: NONE if value is None else str(value) for name, value in every}
 
 
 def _settings(runs: Sequence[RunView]) -> Iterator[Part]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from hotrow.run.strategy_names import find_named
 from hotrow.run.tally import Tally
 from hotrow.support.manifests import in_words
 from hotrow.support.messages import few
+from hotrow.support.toml import flat
 
 # The settings that decide the bits of a run; all others may change when it is resumed. A folder of
 # data is recognized by its contents.
@@ -183,10 +184,10 @@ def _refuse_other_run(
             )
     if not config.checkpoint.strict:
         return
-    settings = dict(_flat(asdict(before)))
+    settings = dict(flat(asdict(before)))
     texts = [
         f"{key} is {_said(value)}, and was {_said(settings[key])}"
-        for key, value in _flat(asdict(config))
+        for key, value in flat(asdict(config))
         if key.startswith(_DECIDING) and key not in _NOT_DECIDING and settings[key] != value
     ]
     if None not in (data.samples, now.samples) and data.samples != now.samples:
@@ -200,15 +201,6 @@ def _refuse_other_run(
 
 def _said(value: Any) -> str:
     return "left out" if value is None else repr(list(value) if type(value) is tuple else value)
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield values with their keys, such as `training.optimizer.lr`."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _load(job: Job, checkpoint: Checkpoint) -> None:
