@@ -17,7 +17,7 @@ from torch import Tensor
 from hotrow.data import SyntheticClicks, SyntheticConfig
 from hotrow.run.config import RunConfig, load
 from hotrow.study.compare import Comparison, _Clock, choose
-from hotrow.study.likeness import Apart, Distance, Reference, Tolerance, bits_of
+from hotrow.study.likeness import Apart, Distance, Reference, Tolerance, bits_of, unlike
 from hotrow.study.systems import SYSTEMS, SystemKind, find_system, register, reordered_batches
 from hotrow.support.records import EvalRecord, StepRecord
 from hotrow.systems.slipstream.skip import SkipRecord
@@ -67,12 +67,12 @@ LOSSES = [0.5, 0.25, math.nan]
 
 def test_bits_tell_what_differs_and_do_not_depend_on_chunks() -> None:
     bits = bits_of(fixed(), LOSSES)
-    assert bits.unlike(bits_of(fixed(chunk=3), LOSSES)) == []
-    assert bits.unlike(bits_of(fixed(change=1e-7), LOSSES)) == ["rows of table b"]
-    assert bits.unlike(bits_of(fixed(), [0.5, 0.25])) == ["losses"]
+    assert unlike(bits, bits_of(fixed(chunk=3), LOSSES)) == []
+    assert unlike(bits, bits_of(fixed(change=1e-7), LOSSES)) == ["rows of table b"]
+    assert unlike(bits, bits_of(fixed(), [0.5, 0.25])) == ["losses"]
     other = fixed()
     other._weight = torch.tensor([[1.0, 1.0], [1.0, -0.0]])
-    assert bits.unlike(bits_of(other, LOSSES)) == ["top.weight"]
+    assert unlike(bits, bits_of(other, LOSSES)) == ["top.weight"]
 
 
 def test_distances_are_those_of_all_values(tmp_path: Path) -> None:

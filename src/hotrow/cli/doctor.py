@@ -7,6 +7,7 @@ import re
 import resource
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -135,20 +136,14 @@ def _cuda_device(cuda: Any, number: int) -> dict[str, Any]:
 
 def _driver_version(driver: Path) -> str | None:
     """Return the version of NVIDIA's driver; None: there is none, or it does not say."""
+    query, text = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], ""
     try:
         text = driver.read_text(encoding="ascii", errors="replace")
     except OSError:
-        text = _ask_nvidia_smi()
+        with suppress(OSError, subprocess.TimeoutExpired):
+            text = subprocess.run(query, capture_output=True, text=True, timeout=10).stdout
     match = re.search(r"\b\d{3,}(\.\d+)+\b", text)
     return match[0] if match else None
-
-
-def _ask_nvidia_smi() -> str:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, timeout=10).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
 
 
 def _memory(key: str) -> int | None:

@@ -316,16 +316,24 @@ def _system(
     # At least one: a run may have trained all steps before its record was written.
     steps, test = max(1, total_steps(config, samples) - first), _validation(samples)
     epoch = min(steps, samples.batches_per_epoch)
-    skip = None
-    if named.skip is not None:
-        skip_profile = profile if named.system is None else None
-        skip = _skip(named.skip, config, epoch, test, skip_profile)
+    section = config.system
+    skip: RandomDrop | Slipstream | None = None
+    if named.skip == "random-drop":
+        skip = RandomDrop(section.target, batches_per_epoch=epoch)
+    elif named.skip is not None:
+        skip = Slipstream(
+            section.skipping(),
+            hot_budget=section.hot_budget or config.embedding.budget,
+            profile=profile if named.system is None else None,
+            test=test,
+            batches_per_epoch=epoch,
+        )
     if named.system is None:
         return skip
     if named.system == "hotline":
         return Hotline(batches_per_epoch=epoch, skip=skip)
     return FAE(
-        hot_budget=config.system.hot_budget,
+        hot_budget=section.hot_budget,
         profile=profile,
         cold="hybrid" if named.system == "fae-hybrid" else "fetched",
         test=test,
@@ -334,22 +342,6 @@ def _system(
         skip=skip,
         # Whole epochs end by themselves.
         most_samples=steps * config.data.batch_size if steps % epoch else None,
-    )
-
-
-def _skip(
-    name: str,
-    config: RunConfig,
-    epoch: int,
-    test: Iterable[AnyBatch] | None,
-    profile: Profile | None,
-) -> RandomDrop | Slipstream:
-    section = config.system
-    if name == "random-drop":
-        return RandomDrop(section.target, batches_per_epoch=epoch)
-    hot = config.embedding.budget if section.hot_budget is None else section.hot_budget
-    return Slipstream(
-        section.skipping(), hot_budget=hot, profile=profile, test=test, batches_per_epoch=epoch
     )
 
 

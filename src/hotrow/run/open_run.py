@@ -48,9 +48,19 @@ def open_trained(
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     saved = _saved(folder, record)
-    samples = _open_data(config, data)
+    try:
+        samples = open_data(config)
+    except ValueError as error:
+        if config.data.kind == "prepared" and data is None:
+            raise ValueError(f"{error}. If the data lie elsewhere now, say where: --data") from None
+        raise
     if record.data:
-        _refuse_other_data(record, samples, config)
+        trained = Description.read(record.data, where=f"the record of run {record.name}")
+        if texts := trained.differences(Description.of(samples)):
+            raise ValueError(
+                f"{config.data.folder or 'the generated data'} cannot be read by this model, which "
+                f"was trained on other data: {few(texts, between='; ')}"
+            )
     saved.verify()
     job = build(_without_row_state(config, samples), samples)
     saved.check(job.model)
@@ -124,26 +134,6 @@ def _saved(folder: Path, record: RunRecord) -> SavedModel:
             f"not of its end: {why}"
         )
     return SavedModel(place)
-
-
-def _open_data(config: RunConfig, data: str | Path | None) -> Samples:
-    try:
-        return open_data(config)
-    except ValueError as error:
-        if config.data.kind == "prepared" and data is None:
-            raise ValueError(f"{error}. If the data lie elsewhere now, say where: --data") from None
-        raise
-
-
-def _refuse_other_data(record: RunRecord, samples: Samples, config: RunConfig) -> None:
-    trained = Description.read(record.data, where=f"the record of run {record.name}")
-    now = Description.read(samples.described(), where="this run")
-    if texts := trained.differences(now):
-        what = config.data.folder or "the generated data"
-        raise ValueError(
-            f"{what} cannot be read by this model, which was trained on other data: "
-            + few(texts, between="; ")
-        )
 
 
 def _without_row_state(config: RunConfig, samples: Samples) -> RunConfig:

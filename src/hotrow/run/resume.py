@@ -172,7 +172,7 @@ def _refuse_other_run(
     folder: Path, state: RunState, before: RunConfig, config: RunConfig, samples: Samples
 ) -> None:
     data = Description.read(state.data, where=str(folder))
-    now = Description.read(samples.described(), where="this run")
+    now = Description.of(samples)
     if texts := data.differences(now):
         raise _OtherRun(f"{folder} was trained on other data: {few(texts, between='; ')}")
     for section in ("embedding", "training"):
