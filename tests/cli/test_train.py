@@ -27,7 +27,7 @@ from hotrow.checkpoint import SavedModel
 from hotrow.cli import _in_plain_words
 from hotrow.cli._process import refuse_ranks
 from hotrow.cli._watch import Screen, summary_facts
-from hotrow.run.config import CLICK_MODELS, load
+from hotrow.run.config import load
 from hotrow.run.files import read_run, read_steps
 from hotrow.run.job import Job, build, same_bits
 from hotrow.run.open_run import open_trained
@@ -102,18 +102,6 @@ def test_every_strategy_equals_all_fast_and_says_what_its_slots_are_for(strategy
     lines = "".join(line.rstrip() + "\n" for line in result.stdout.splitlines())
     assert SLOTS.get(strategy, "") in lines
     assert not re.search(r"total +0 B", lines)  # a table of fast memory without a part
-
-
-@pytest.mark.parametrize("kind", CLICK_MODELS)
-def test_every_kind_of_model_is_trained(kind: str) -> None:
-    Path("run.toml").write_text(RUN_TOML.replace("bottom = [8]\ntop = [8]", f'kind = "{kind}"'))
-    result = train("training.steps=4")
-    assert f"{kind}, 3 tables" in result.stdout
-    assert "yes, to the bit" in result.stdout
-    model = read_run("runs/small").settings["model"]
-    assert model["kind"] == kind
-    for name, default in CLICK_MODELS[kind].items():
-        assert model[name] == (list(default) if isinstance(default, tuple) else default)
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,9 @@ import math
 import pytest
 
 from hotrow.cli._watch import RunLines, Screen, progress_facts
-from hotrow.run.tally import STEPS_BEHIND, PendingRecords, Tally, limit_of
-from hotrow.support.records import StepRecord, Times
-from step_records import STEP, Device, failing_step
-
-
-def test_a_known_loss_is_passed_on_at_once() -> None:
-    records: list[StepRecord] = []
-    PendingRecords(records.append).add(STEP)
-    assert records == [STEP]
+from hotrow.run.tally import STEPS_BEHIND, Tally, limit_of
+from hotrow.support.records import Times
+from step_records import Device, failing_step
 
 
 def test_a_late_loss_is_read_some_steps_later() -> None:
