@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text as StyledText
 
 from hotrow.cli._output import JsonLines, warn_people
-from hotrow.report.document import Section, Table, facts_table
+from hotrow.report.page import Section, Table, facts_table
 from hotrow.report.terminal import show_parts
 from hotrow.run.files import to_dict, to_json
 from hotrow.run.job import Job

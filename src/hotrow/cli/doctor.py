@@ -17,7 +17,7 @@ import torch
 from hotrow.cli._options import JsonFlag
 from hotrow.cli._output import show
 from hotrow.embedding.arguments import OLDEST_CAPABILITY
-from hotrow.report.document import Document, Section, facts_table
+from hotrow.report.page import Document, Section, facts_table
 from hotrow.run.files import environment, package_version
 from hotrow.store.writer import why_not
 from hotrow.support.units import show_bytes

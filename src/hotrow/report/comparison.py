@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from hotrow.report.charts import Bars, Chart, bars_by_name, library
-from hotrow.report.document import (
+from hotrow.report.page import (
     NONE,
     Bullets,
     Charts,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hotrow.report.charts import Chart, Line, bars_by_name, lines_by_name, name_with_depth
-from hotrow.report.document import (
+from hotrow.report.page import (
     NONE,
     Bullets,
     Charts,

@@ -9,7 +9,7 @@ from typing import Any
 
 from hotrow.report.charts import Bars, Chart, Line, bars_by_name
 from hotrow.report.curves import Curve
-from hotrow.report.document import (
+from hotrow.report.page import (
     NONE,
     Bullets,
     Charts,

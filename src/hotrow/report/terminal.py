@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.text import Text as StyledText
 
-from hotrow.report.document import Bullets, Charts, Part, Table, Text, table_of
+from hotrow.report.page import Bullets, Charts, Part, Table, Text, table_of
 
 _GAP = 2  # between columns
 _WRAPPED = 16  # cells: wider headings are wrapped
