@@ -32,37 +32,6 @@ Ids = NDArray[Any]  # int32 or int64
 Places = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Which rows are tracked."""
-
-    num_rows: int
-    certain: NDArray[np.int64] | None = None  # ids that stand for themselves; None: all rows
-    sampled: int = 0  # rows tracked besides: so many positions of a permutation of all rows
-    seed: int = 0
-
-    @property
-    def is_exact(self) -> bool:
-        return self.certain is None
-
-    @property
-    def weight(self) -> float:
-        """Rows that a sampled one stands for."""
-        return 1.0 if self.certain is None else self.num_rows / self.sampled
-
-    @property
-    def num_tracked(self) -> int:
-        return self.num_rows if self.certain is None else len(self.certain) + self.sampled
-
-    def find(self, ids: Ids) -> tuple[Places, NDArray[np.bool_]]:
-        """Return the places of ids among the certain ones, and whether they are there."""
-        assert self.certain is not None
-        at = np.searchsorted(self.certain, ids)
-        if not len(self.certain):
-            return at, np.zeros(len(ids), np.bool_)
-        return at, np.take(self.certain, at, mode="clip") == ids
-
-
 def fitting_rows(memory_bytes: int, num_rows: int) -> int:
     """Return how many rows can be tracked."""
     if num_rows * BYTES_PER_ROW <= memory_bytes:
@@ -70,18 +39,19 @@ def fitting_rows(memory_bytes: int, num_rows: int) -> int:
     return min(num_rows - 1, memory_bytes // _SAMPLED_BYTES)
 
 
-def choose(num_rows: int, most: int, ids: Ids, counts: Counts, *, seed: int = 0) -> Choice:
-    """Track all rows, or `most`: half of these the ones that the first batches read most."""
-    if most >= num_rows:
-        return Choice(num_rows)
+def choose(
+    sizes: NDArray[np.int64], most: int, ids: Ids, counts: Counts, *, seed: int = 0
+) -> TrackedRows:
+    """Track `most` rows, half of them those that the first batches read most. `sizes`: rows of each
+    table."""
     if most < 16 * GROUPS:
         raise ValueError(
-            f"--memory has room for {most:,} of {num_rows:,} rows, too few to estimate from; give "
-            f"{16 * GROUPS * _SAMPLED_BYTES:,} bytes at least"
+            f"--memory has room for {most:,} of {sizes.sum():,} rows, too few to estimate from; "
+            f"give {16 * GROUPS * _SAMPLED_BYTES:,} bytes at least"
         )
     hottest = np.argsort(-counts, kind="stable")[: most // 2]
-    hottest = hottest[counts[hottest] > 1]
-    return Choice(num_rows, np.sort(ids[hottest]).astype(np.int64), most - len(hottest), seed)
+    certain = np.sort(ids[hottest[counts[hottest] > 1]]).astype(np.int64)
+    return TrackedRows(sizes, certain, most - len(certain), seed)
 
 
 @dataclass(frozen=True)
@@ -118,23 +88,40 @@ def unique(ids: Ids) -> tuple[Ids, Counts]:
 
 
 class TrackedRows:
-    """Counters of the rows of a choice, by their places."""
+    """Counters of rows, by their places among the tracked ones."""
 
-    def __init__(self, choice: Choice, sizes: NDArray[np.int64]) -> None:
-        """`sizes`: rows of each table."""
-        self.choice = choice
+    def __init__(
+        self,
+        sizes: NDArray[np.int64],
+        certain: NDArray[np.int64] | None = None,
+        sampled: int = 0,
+        seed: int = 0,
+    ) -> None:
+        """`sizes`: rows of each table. `certain`: ids of rows that stand for themselves, by default
+        all. `sampled` rows are tracked besides: so many positions of a permutation of all rows."""
         self.bases = np.concatenate([[0], sizes.cumsum()])
-        size = choice.num_tracked
+        self.num_rows = int(self.bases[-1])
+        self.certain, self._sampled, self.is_exact = certain, sampled, certain is None
+        size, self.weight = self.num_rows, 1.0  # rows that a sampled one stands for
+        self._ids: NDArray[np.int64] | None = None
+        if certain is not None:
+            size, self.weight = len(certain) + sampled, self.num_rows / sampled
+            self._ids = np.full(size, -1, dtype=np.int64)
+            self._ids[: len(certain)] = certain
+            self._scatter = Scatter(self.num_rows, key=key_of(seed, "followed", 0))
         self.last_use = np.full(size, NEVER, dtype=np.int32)
         self.counts = np.zeros(size, dtype=np.int64)
         self.uses = np.zeros(size, dtype=np.int32)  # batches that read it
         self.period = np.zeros(size, dtype=np.uint32)  # accesses in the current period
         self.hot = np.zeros(size, dtype=np.uint8)  # a bit for each hot set
-        self._ids: NDArray[np.int64] | None = None
-        if choice.certain is not None:
-            self._ids = np.full(size, -1, dtype=np.int64)
-            self._ids[: len(choice.certain)] = choice.certain
-            self._scatter = Scatter(choice.num_rows, key=key_of(choice.seed, "followed", 0))
+
+    def find(self, ids: Ids) -> tuple[Places, NDArray[np.bool_]]:
+        """Return the places of ids among the certain ones, and whether they are there."""
+        assert self.certain is not None
+        at = np.searchsorted(self.certain, ids)
+        if not len(self.certain):
+            return at, np.zeros(len(ids), np.bool_)
+        return at, np.take(self.certain, at, mode="clip") == ids
 
     def read(self, lookups: Ids) -> Read:
         """Return what lookups read, in any order and with repetitions."""
@@ -145,10 +132,10 @@ class TrackedRows:
         accesses, different = _sums(counts, edges), np.diff(edges)
         if self._ids is None:
             return Read(ids, counts, self.weights_of(ids), edges, accesses, different)
-        at, is_certain = self.choice.find(ids)
+        at, is_certain = self.find(ids)
         drawn = self._scatter(ids.astype(np.int64))
-        is_in = is_certain | (drawn < self.choice.sampled)
-        first_sampled = len(self._ids) - self.choice.sampled
+        is_in = is_certain | (drawn < self._sampled)
+        first_sampled = len(self._ids) - self._sampled
         places = np.where(is_certain, at, first_sampled + drawn)[is_in]
         ids, counts = ids[is_in], counts[is_in]
         self._ids[places] = ids
@@ -157,16 +144,15 @@ class TrackedRows:
 
     def groups_of(self, places: Places) -> NDArray[np.int8]:
         """Return 0 for a row that stands for itself, else the number of its sample."""
-        certain = self.choice.certain
-        assert certain is not None
-        drawn = places - len(certain)
+        assert self.certain is not None
+        drawn = places - len(self.certain)
         return np.where(drawn < 0, 0, 1 + drawn % GROUPS).astype(np.int8)
 
     def weights_of(self, places: Places) -> NDArray[np.float64]:
         """Return how many rows each of them stands for."""
-        if self.choice.certain is None:
+        if self.certain is None:
             return np.broadcast_to(1.0, len(places))  # takes no memory
-        return np.where(places < len(self.choice.certain), 1.0, self.choice.weight)
+        return np.where(places < len(self.certain), 1.0, self.weight)
 
     def forget_uses(self) -> None:
         """Free what is not needed after the trace."""
@@ -185,9 +171,9 @@ class TrackedRows:
     def counted(self, places: Places, accesses: int) -> CountedRows:
         """Return how often some rows were read, and how many rows they stand for."""
         counts = self.counts[places]
-        if self.choice.is_exact:
+        if self.is_exact:
             return CountedRows(counts, accesses)
-        return CountedRows(counts, accesses, self.groups_of(places), self.choice.weight, GROUPS)
+        return CountedRows(counts, accesses, self.groups_of(places), self.weight, GROUPS)
 
 
 # -- working sets ------------------------------------------------------------------------
@@ -307,7 +293,7 @@ class Drifting:
     def _hottest(self, places: NDArray[np.int64], count: int) -> NDArray[np.int64]:
         """Return the hottest of the places; ties: the smaller ids."""
         uses = self._rows.period[places]
-        if not self._rows.choice.is_exact:
+        if not self._rows.is_exact:
             order = np.argsort(-uses.astype(np.int64), kind="stable")
             weights = self._rows.weights_of(places[order])
             hottest: Places = order[: np.searchsorted(weights.cumsum(), count, side="right")]
