@@ -154,10 +154,6 @@ class Chart:
         return {"data": data, "layout": layout}
 
 
-def has_points(chart: Chart) -> bool:
-    return any(trace.get("x") for series in chart.series for trace in series.traces())
-
-
 def library() -> str | None:
     """Return Plotly's script, which a page contains once; None: it is not installed."""
     try:

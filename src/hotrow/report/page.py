@@ -16,7 +16,7 @@ from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hotrow.report.charts import Chart, Line, has_points, library
+from hotrow.report.charts import Chart, Line, library
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -63,7 +63,7 @@ class Charts:
 
     @property
     def drawn(self) -> list[Chart]:
-        return [chart for chart in self.charts if has_points(chart)]
+        return [chart for chart in self.charts if any(x["x"] for x in chart.figure()["data"])]
 
 
 @dataclass(frozen=True)

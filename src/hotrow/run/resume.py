@@ -18,7 +18,7 @@ from hotrow.checkpoint.manifest import CHECKPOINT_FILE, MODEL_FILE, NewerFormat
 from hotrow.run.config import RunConfig, from_settings
 from hotrow.run.files import MODEL_FOLDER, read_run, read_steps
 from hotrow.run.job import Job, build
-from hotrow.run.saving import RunState, checkpoints_of, parts_of
+from hotrow.run.saving import RunState, checkpoints_of
 from hotrow.run.source import Description, Samples
 from hotrow.run.strategy_names import find_named
 from hotrow.run.tally import Tally
@@ -140,7 +140,7 @@ def _resume(
     before = from_settings(state.settings, where=f"the settings of {checkpoint.folder}")
     _refuse_other_run(checkpoint.folder, state, before, config, samples)
     job = build(config, samples, done=step, position=state.position)
-    checkpoint.check(job.model, parts_of(job))
+    checkpoint.check(job.model, {"dense_optimizer": job.dense_optimizer})
     _load(job, checkpoint)
     _warn_of_changes(before, config, warn)
     tally = _tally(run, step, warn)
@@ -210,7 +210,7 @@ def _load(job: Job, checkpoint: Checkpoint) -> None:
         return [group for optimizer in job.optimizers for group in optimizer.param_groups]
 
     before = [{key: _copy(value) for key, value in group.items()} for group in groups()]
-    checkpoint.load(job.model, parts_of(job))
+    checkpoint.load(job.model, {"dense_optimizer": job.dense_optimizer})
     for group, settings in zip(groups(), before, strict=True):
         settings["initial_lr"] = _copy(settings["lr"])  # which schedules multiply
         for key, value in settings.items():

@@ -154,12 +154,12 @@ class Saving:
             )
             return
         self._position = position
-        options = {
+        options: dict[str, Any] = {
             "step": step,
             "extra": asdict(self._state(position)),
             "keep": self._section.keep,
             "full_every": self._section.full_every,
-            **parts_of(self._job),
+            "dense_optimizer": self._job.dense_optimizer,
         }
         if not background:
             folder = save_checkpoint(self.root, self._job.model, **options)
@@ -267,8 +267,3 @@ def not_finite(job: Job) -> str | None:
         if weight.is_floating_point() and not bool(weight.isfinite().all()):
             return name
     return None
-
-
-def parts_of(job: Job) -> dict[str, Any]:
-    """Return what a checkpoint holds beside the model."""
-    return {"dense_optimizer": job.dense_optimizer}

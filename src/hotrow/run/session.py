@@ -284,11 +284,6 @@ class Session:
         if config.training.check_equality and not stop.asked:
             self._is_equal = self._is_equal_to_all_fast()
 
-    def _finish(self) -> RunRecord:
-        record = self._record()
-        self._run.finish(record)
-        return record
-
     def _save_last(self) -> None:
         """Save the last step of a run that was stopped, or that has checkpoints."""
         config, saving = self._config, self._saving
@@ -360,11 +355,12 @@ class Session:
             self._observer.differs(unequal)
         return not unequal
 
-    def _record(self) -> RunRecord:
+    def _finish(self) -> RunRecord:
+        """Write the record of the run as it is now."""
         job, tally, start = self._job, self._tally, self._start
         embedding = job.embedding
         traffic = embedding.traffic()
-        return RunRecord(
+        record = RunRecord(
             name=self._run.name,
             started=start.started,
             outcome=self._outcome,
@@ -392,6 +388,8 @@ class Session:
             times=tally.times(),
             limit=self._limit(),
         )
+        self._run.finish(record)
+        return record
 
     def _limit(self) -> Limit | None:
         remedy = self._job.embedding.remedy_for_chunks()
