@@ -14,25 +14,13 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from commands import refused, succeeds
+from commands import SMALL_SETTINGS, refused, succeeds
 from commands import settings as as_options
 from hotrow.report.curves import MOST_POINTS
 from hotrow.run.files import read_run, read_steps
 from hotrow.run.tracing import read_trace
 
-SMALL = (
-    "data.rows=[400, 60, 5]",
-    "data.batch_size=16",
-    "data.samples=640",
-    "data.eval_batches=4",
-    "model.embedding_dim=4",
-    "model.bottom=[8]",
-    "model.top=[8]",
-    "embedding.budget=60%",
-    "training.eval_every=10",
-    "training.check_equality=false",
-    "run.save=false",
-)
+SMALL = (*SMALL_SETTINGS, "data.samples=640", "training.eval_every=10", "run.save=false")
 
 
 def train(name: str, *settings: str, options: tuple[str, ...] = ()) -> Result:

@@ -14,28 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from commands import SMALL_SETTINGS
 from hotrow.data import SyntheticClicks, SyntheticConfig
 from hotrow.run.config import RunConfig, load
 from hotrow.study.compare import Comparison, _Clock, choose
 from hotrow.study.likeness import Apart, Distance, Reference, Tolerance, bits_of, unlike
 from hotrow.study.systems import SYSTEMS, SystemKind, find_system, register, reordered_batches
-from hotrow.support.records import EvalRecord, StepRecord
+from hotrow.support.records import EvalRecord
 from hotrow.systems.slipstream.skip import SkipRecord
-
-SMALL = (
-    "data.rows=[400, 60, 5]", "data.batch_size=16", "data.samples=96", "data.eval_batches=2",
-    "model.embedding_dim=4", "embedding.budget=60%", "training.steps=5",
-)  # fmt: skip
+from step_records import STEP
 
 
 def config(*overrides: str) -> RunConfig:
-    return load(overrides=[*SMALL, *overrides])
-
-
-STEP = StepRecord(
-    step=1, loss=0.5, samples=8, seconds=1.0, lookups=8, unique_rows=8, fetched_rows=2,
-    evicted_rows=2, bytes_fetched=8, bytes_evicted=8,
-)  # fmt: skip
+    return load(overrides=[*SMALL_SETTINGS, "training.steps=5", *overrides])
 
 
 class Fixed:
