@@ -21,8 +21,7 @@ from hotrow.inputs.tables import EmbeddingBagConfig
 from hotrow.sizing.simulator import simulate
 from hotrow.study.lookups import NO_ROW, LookupBatch
 from hotrow.study.profiling import HOT_PARTS, DataProfile, profile_lookups
-from hotrow.study.skew import CountedRows, coverage, zipf_fit
-from hotrow.study.tracked_rows import BYTES_PER_ROW, choose
+from hotrow.study.tracked_rows import BYTES_PER_ROW, CountedRows, choose, coverage, zipf_fit
 
 
 @dataclass

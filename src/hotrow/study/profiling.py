@@ -23,18 +23,24 @@ from numpy.typing import NDArray
 from hotrow.engine.profile import Counts as TableCounts
 from hotrow.sizing.reuse import LONGEST_HOLD, MissCurve, Reuse, belady, floor_of
 from hotrow.study.lookups import LookupBatch, Lookups
-from hotrow.study.skew import Coverage, Estimate, ZipfFit, coverage, distinct, mean_of, zipf_fit
 from hotrow.study.tracked_rows import (
     GROUPS,
+    Coverage,
     Drift,
     Drifting,
+    Estimate,
     Read,
     TrackedRows,
     WorkingSet,
     WorkingSets,
+    ZipfFit,
     choose,
+    coverage,
+    distinct,
     fitting_rows,
+    mean_of,
     unique,
+    zipf_fit,
 )
 from hotrow.support.messages import few
 
