@@ -28,8 +28,7 @@ def test_a_summary_has_the_last_loss_also_if_the_device_fails() -> None:
     summaries = []
     for record in (device.record(1), device.record(2), failing_step(3)):
         tally.add(record)
-        options = {"fast_rows_share": 1.0, "equal_to_all_fast": None, "chunked_batches": 0}
-        summaries.append(tally.summary(**options))  # type: ignore[arg-type]
+        summaries.append(tally.summary())
     assert [(summary.steps, summary.loss) for summary in summaries] == [
         (1, 0.1),
         (2, 0.2),

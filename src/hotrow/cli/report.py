@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence, Set
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -142,7 +142,4 @@ def _view(folder: Path, name: str) -> RunView:
 def _so_far(name: str, start: StartRecord | None, tally: Tally) -> RunRecord:
     """Return the record of a run that has not ended, from its start and its steps."""
     start = start or StartRecord("", {}, {}, {})
-    summary = tally.summary(fast_rows_share=math.nan, equal_to_all_fast=None, chunked_batches=0)
-    return RunRecord(
-        name, start.started, "not ended", start.settings, start.environment, start.memory, summary
-    )
+    return RunRecord(name, outcome="not ended", summary=tally.summary(), **asdict(start))

@@ -69,7 +69,7 @@ class Saving:
         resumed_after: tuple[int, ...] = (),
         last: Saved | None = None,
         warn: Callable[[str], None],
-        tell: Callable[[Saved], None],
+        tell: Callable[..., None],  # `event`, and its facts
     ) -> None:
         self.last, self._position = last, job.position
         self._job, self._run, self._tally = job, run, tally
@@ -242,7 +242,7 @@ class Saving:
         self._figures["seconds"] += saved.seconds
         self._figures["pause_seconds"] += saved.pause
         self._figures["waited_seconds"] += saved.waited
-        self._tell(saved)
+        self._tell("checkpoint", **asdict(saved) | {"folder": str(saved.folder)})
 
     def _failed(self, step: int, error: OSError, *, may_stop: bool = True) -> None:
         self._saved_at = monotonic()

@@ -49,9 +49,7 @@ class Observer(Protocol):
     def warn(self, message: str) -> None: ...
     def start(self, job: Job, folder: Path) -> None: ...
     def progress(self, title: str, *, steps: int) -> AbstractContextManager[Advance]: ...
-    def differs(self, what: list[str]) -> None: ...
-    def resumed(self, step: int, checkpoint: Path) -> None: ...
-    def saved(self, saved: Saved) -> None: ...
+    def tell(self, event: str, **facts: Any) -> None: ...  # "resumed", "checkpoint", "differs"
     def end(self, result: Result) -> None: ...
 
 
@@ -134,7 +132,7 @@ def train_run(
     ):
         observer.start(job, run.folder)
         if before is not None:
-            observer.resumed(job.done, before.checkpoint)
+            observer.tell("resumed", step=job.done, checkpoint=str(before.checkpoint))
         if config.run.save:
             _warn_of_little_space(job, run.folder, observer)
         tracing = None
@@ -178,7 +176,7 @@ class Session:
             last = Saved(before.checkpoint, job.done)
         self._saving = Saving(
             job, run, self._tally, started=started, resumed_after=self._resumed_after, last=last,
-            warn=observer.warn, tell=observer.saved,
+            warn=observer.warn, tell=observer.tell,
         )  # fmt: skip
         device, threads = self._config.run.device, torch.get_num_threads()
         self._start = StartRecord(
@@ -352,7 +350,7 @@ class Session:
         unequal = [] if repr(losses) == repr(tally.losses) else ["losses"]
         unequal += differences(self._job, reference)
         if unequal:
-            self._observer.differs(unequal)
+            self._observer.tell("differs", what=unequal)
         return not unequal
 
     def _finish(self) -> RunRecord:

@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from hotrow.support.records import EvalRecord, LateStepRecord, Limit, StepRecord, Summary, Times
 
@@ -83,6 +84,10 @@ class Tally:
         return self.evaluations[-1].auc if self.evaluations else math.nan
 
     @property
+    def log_loss(self) -> float:
+        return self.evaluations[-1].log_loss if self.evaluations else math.nan
+
+    @property
     def hit_rate(self) -> float:
         return 1 - self.fetched_rows / self.lookups if self.lookups else 1.0
 
@@ -100,24 +105,23 @@ class Tally:
             return None
         return Times(self.steps - _SETTLING, **self._times, waited=self.waited)
 
+    def facts(self, *names: str) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names}
+
     def summary(
-        self, *, fast_rows_share: float, equal_to_all_fast: bool | None, chunked_batches: int
+        self,
+        *,
+        fast_rows_share: float = math.nan,
+        equal_to_all_fast: bool | None = None,
+        chunked_batches: int = 0,
     ) -> Summary:
         with contextlib.suppress(RuntimeError):  # a device that has failed does not answer
             self.finish()
         return Summary(
-            steps=self.steps,
-            samples=self.samples,
-            seconds=self.seconds,
-            samples_per_second=self.samples_per_second,
-            loss=self.loss,
-            auc=self.auc,
-            log_loss=self.evaluations[-1].log_loss if self.evaluations else math.nan,
-            lookups=self.lookups,
-            hit_rate=self.hit_rate,
+            **self.facts("steps", "samples", "seconds", "samples_per_second", "loss", "auc"),
+            **self.facts("log_loss", "lookups", "hit_rate", "bytes_moved"),
             fast_rows_share=fast_rows_share,
             chunked_batches=chunked_batches,
-            bytes_moved=self.bytes_moved,
             equal_to_all_fast=equal_to_all_fast,
         )
 
