@@ -164,8 +164,7 @@ class RunLines(JsonLines):
 
         yield advance
 
-    def tell(self, event: str, **facts: Any) -> None:
-        self.write(event, **facts)
+    tell = JsonLines.write
 
     def end(self, result: Result) -> None:
         model, saved = result.model, result.saved

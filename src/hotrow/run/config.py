@@ -400,6 +400,12 @@ class RunConfig:
                 "samples in another order, or fewer of them; training.check_equality=false"
             )
 
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row with its optimizer state."""
+        width = self.model.row_width
+        return 4 * (width + self.embedding.optimizer.rule().state_width(width))
+
 
 def load(path: str | Path | None = None, *, overrides: Iterable[str] = ()) -> RunConfig:
     """Read a TOML file, then apply `section.key=value` overrides; no file: the built-in job."""

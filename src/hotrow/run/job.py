@@ -172,8 +172,7 @@ def with_budget(config: RunConfig, samples: Samples) -> RunConfig:
     if not strategy.needs_budget:
         strategy = STRATEGIES["lookahead"]  # for the strategies it is compared with
     groups = group_by_width(tables_of(config, samples))
-    width = config.model.row_width  # the same for all tables
-    row_bytes = [4 * (width + section.optimizer.rule().state_width(width))]
+    row_bytes = [config.row_bytes]  # the same for all tables
     device = usable_device(torch.device(config.run.device))
     share = partial(
         share_out,

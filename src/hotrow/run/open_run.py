@@ -143,9 +143,7 @@ def _without_row_state(config: RunConfig, samples: Samples) -> RunConfig:
     The budget stays the same in bytes, and holds more rows. "auto" was decided by the machine that
     trained; a tenth is enough for reading.
     """
-    width, rule = config.model.row_width, config.embedding.optimizer.rule()
-    rows = sum(rows for rows, _ in samples.tables.values())
-    total = 4 * (width + rule.state_width(width)) * rows
+    total = config.row_bytes * sum(rows for rows, _ in samples.tables.values())
     given = config.embedding.budget
     embedding = replace(
         config.embedding,

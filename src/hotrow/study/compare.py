@@ -173,9 +173,7 @@ class Comparison:
         self._reference: Reference | None = None
         self._why_no_distance = ""
         self._left_out: dict[str, SkipRecord] = {}  # by strategies with slipstream
-        width = config.model.row_width
-        width += config.embedding.optimizer.rule().state_width(width)
-        self.rows_bytes = sum(4 * width * rows for rows, _ in samples.tables.values())
+        self.rows_bytes = config.row_bytes * sum(rows for rows, _ in samples.tables.values())
         self.budget_bytes = parse_bytes(config.embedding.budget, total=self.rows_bytes)
 
     @property

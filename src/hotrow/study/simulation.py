@@ -17,7 +17,7 @@ from hotrow.sizing.machines import Machine
 from hotrow.sizing.reuse import RowReuse, belady
 from hotrow.sizing.simulator import Simulated, simulate
 from hotrow.study.lookups import OfRun
-from hotrow.study.sizing import StepModel, planning_ms_of, row_bytes_of
+from hotrow.study.sizing import StepModel, planning_ms_of
 from hotrow.support.messages import did_you_mean
 
 CACHING = [name for name, strategy in STRATEGIES.items() if strategy.has_slots]
@@ -112,7 +112,7 @@ class Simulation:
         facts, least = [], self._bound(reuse)
         for size in self.slots:
             planned = [each for each in simulated if each.slots == size]
-            facts += [_facts(each, model, row_bytes_of(config), floors) for each in planned]
+            facts += [_facts(each, model, config.row_bytes, floors) for each in planned]
             if size in least:
                 facts.append(_bound_facts(planned[-1], least[size]))
         return facts, _conditions(first, trace.num_rows, model, floors)

@@ -73,11 +73,6 @@ def machine_of(name: str, config: RunConfig) -> Machine:
     return measure(usable_device(torch.device(config.run.device)))
 
 
-def row_bytes_of(config: RunConfig) -> int:
-    width = config.model.row_width
-    return 4 * (width + config.embedding.optimizer.rule().state_width(width))
-
-
 def planning_ms_of(simulated: Simulated, machine: Machine) -> float:
     """Return the time to plan a batch here, without sorting, which all-fast does as well."""
     sorting = machine.sort_ns * simulated.lookups * 1e-6
@@ -99,12 +94,11 @@ class StepModel:
     ) -> None:
         """`dense_ms`: see `base_of`."""
         self.machine, self.batch_size = machine, config.data.batch_size
-        row_bytes = row_bytes_of(config)
         self.work = Work(
             lookups=lookups,
             unique_rows=unique_rows,
-            row_bytes=row_bytes,
-            table_bytes=num_rows * row_bytes,
+            row_bytes=config.row_bytes,
+            table_bytes=num_rows * config.row_bytes,
             vector_bytes=4 * config.model.row_width,
         )
         self.base = base_of(config, machine, self.work, given_ms=dense_ms)
