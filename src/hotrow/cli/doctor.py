@@ -54,7 +54,7 @@ def examine(
     why_no_writer: Callable[[], str | None] = why_not,
 ) -> dict[str, dict[str, Any]]:
     """Return all facts, by heading."""
-    about = environment(device="cpu", threads=torch.get_num_threads())
+    about = environment("cpu")
     devices = []
     if cuda.is_available():
         devices = [_cuda_device(cuda, number) for number in range(cuda.device_count())]

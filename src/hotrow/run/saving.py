@@ -10,8 +10,6 @@ from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
 
-import torch
-
 from hotrow.checkpoint import Save, begin_checkpoint, save_checkpoint
 from hotrow.checkpoint.folder import IN_RUN
 from hotrow.checkpoint.parts import dense_state
@@ -183,7 +181,7 @@ class Saving:
             settings=asdict(config),
             data=self._job.samples.described(),
             evaluations=self._tally.evaluations,
-            environment=environment(device=config.run.device, threads=torch.get_num_threads()),
+            environment=environment(config.run.device),
             position=position,
         )
 

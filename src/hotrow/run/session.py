@@ -178,11 +178,10 @@ class Session:
             job, run, self._tally, started=started, resumed_after=self._resumed_after, last=last,
             warn=observer.warn, tell=observer.tell,
         )  # fmt: skip
-        device, threads = self._config.run.device, torch.get_num_threads()
         self._start = StartRecord(
             started,
             settings=asdict(self._config),
-            environment=environment(device=device, threads=threads),
+            environment=environment(self._config.run.device),
             memory=job.embedding.memory(),
         )
         self._outcome = "failed"

@@ -367,13 +367,12 @@ class Comparison:
     def record(self, outcome: str) -> ComparisonRecord:
         baseline = self._baseline()
         pace = statistics.median(baseline.whole_runs) if baseline is not None else math.nan
-        device = self.config.run.device
         return ComparisonRecord(
             name=self.config.run.name,
             started=self._started,
             outcome=outcome,
             settings=asdict(self.config),
-            environment=environment(device=device, threads=torch.get_num_threads()),
+            environment=environment(self.config.run.device),
             steps=self.steps,
             repetitions=max(entry.repetitions for entry in self.entries),
             warm_up=self.warm_up,
