@@ -12,16 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from time import perf_counter
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from hotrow.embedding.arguments import usable_device
-from hotrow.embedding.collection import EmbeddingBagCollection, EmbeddingCollection
 from hotrow.engine.strategy import STRATEGIES, Strategy
 from hotrow.run.config import EmbeddingSection, RunConfig
 from hotrow.run.job import build, model_of, open_data, tables_of
+from hotrow.run.serve_template import Tables
 from hotrow.run.strategy_names import find_named
 from hotrow.sizing.budgets import (
     LEFT,
@@ -173,14 +174,8 @@ def _timed(config: RunConfig, work: Work, most_bytes: int) -> Base | None:
 
 def _dense_weights(config: RunConfig) -> int:
     """Count the weights of the model's matrices, built without the rows of its tables."""
-    samples, is_sequence = open_data(config), config.model.num_steps is not None
-    tables = [
-        replace(table, num_embeddings=2, padding_idx=1 if is_sequence else None)
-        for table in tables_of(config, samples)
-    ]
-    kind = EmbeddingCollection if is_sequence else EmbeddingBagCollection
-    rule = config.embedding.optimizer.rule()
-    model = model_of(config, samples, kind(tables=tables, optimizer=rule, strategy="all-fast"))
+    samples = open_data(config)
+    model = model_of(config, samples, Tables(cast(Any, tables_of(config, samples))))
     return sum(weight.numel() for weight in model.parameters() if weight.dim() > 1)
 
 
