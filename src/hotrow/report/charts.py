@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,10 +176,17 @@ def _short(values: Sequence[float]) -> list[float | None]:
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
 
 
-def lines_by_name(points: Iterable[tuple[str, float, float]]) -> tuple[Line, ...]:
-    """Return a line with dots for each name, of its (x, y) in the order given."""
+def lines_by_strategy(
+    points: Iterable[tuple[str, int | None, float, float]],
+) -> tuple[Line, ...]:
+    """Return a line with dots for each strategy, and of lookahead for each depth, from points of
+    (strategy, depth, x, y)."""
+    points = list(points)
+    depths = {depth for strategy, depth, *_ in points if strategy == "lookahead"}
     named: dict[str, list[tuple[float, float]]] = {}
-    for name, x, y in points:
+    for strategy, depth, x, y in points:
+        is_one_of_many = strategy == "lookahead" and len(depths) > 1
+        name = f"{strategy}, {depth} ahead" if is_one_of_many else strategy
         named.setdefault(name, []).append((x, y))
     return tuple(
         Line(name, [x for x, _ in some], [y for _, y in some], colour=colour, has_dots=True)
@@ -201,9 +208,3 @@ def band(values: Sequence[float], errors: Sequence[float]) -> dict[str, Any]:
         return {}
     pairs = list(zip(values, errors, strict=True))
     return {"low": [v - e for v, e in pairs], "high": [v + e for v, e in pairs]}
-
-
-def name_with_depth(strategy: str, depth: int | None, depths: Collection[int | None]) -> str:
-    """Return the name of a strategy's line; lookahead has one for each depth."""
-    is_one_of_many = strategy == "lookahead" and len(depths) > 1
-    return f"{strategy}, {depth} ahead" if is_one_of_many else strategy
