@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hotrow.report import page as pages
-from hotrow.report.charts import Bars, Chart, Line
+from hotrow.report.charts import Bars, Chart, Line, Spans
 
 
 def show_chart(chart: Chart) -> str:
@@ -37,7 +37,7 @@ def test_bars_and_spans_lie_flat_in_the_order_given() -> None:
     assert found["data"][0]["error_x"]["array"] == [1, 2]
     assert found["data"][0]["error_x"]["arrayminus"] == [0.5, 1]
     assert found["layout"]["yaxis"]["categoryarray"] == ["p", "q"]
-    spans = Bars("s", ["plan", "plan"], [1, 2], starts=[0, 5])
+    spans = Spans("s", ["plan", "plan"], [0, 5], [1, 2])
     found = data_of(show_chart(Chart("t", "x", "", (spans,))))
     assert (found["data"][0]["base"], found["data"][0]["x"]) == ([0, 5], [1, 2])
     assert found["layout"]["barmode"] == "overlay"

@@ -95,6 +95,17 @@ class Bars(_Series):
         return [bars]
 
 
+def Spans(  # noqa: N802
+    name: str,
+    labels: Sequence[str],
+    starts: Sequence[float],
+    lengths: Sequence[float],
+    colour: int = 0,
+) -> Bars:
+    """Return intervals of time, a row for each label."""
+    return Bars(name, labels, lengths, colour=colour, starts=starts)
+
+
 @dataclass(frozen=True)
 class Chart:
     """One chart; `note` is a sentence or two below its title."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hotrow.report.charts import Bars, Chart, Line, bars_by_name
+from hotrow.report.charts import Bars, Chart, Line, Spans, bars_by_name
 from hotrow.report.curves import Curve
 from hotrow.report.page import (
     NONE,
@@ -244,11 +244,11 @@ def timeline(run: RunView) -> Chart:
     places = ("host: ", "GPU: ") if has_gpu else ("",)
     order = [place + name for place in places for name in stages]
     series = tuple(
-        Bars(
+        Spans(
             name,
             [lanes[id(span)] for span in shown if span.name == name],
+            [1000 * (span.start - start) for span in shown if span.name == name],
             [1000 * span.seconds for span in shown if span.name == name],
-            starts=[1000 * (span.start - start) for span in shown if span.name == name],
             colour=place,
         )
         for place, name in enumerate(stages)
