@@ -95,7 +95,7 @@ class Bars(_Series):
         return [bars]
 
 
-def Spans(  # noqa: N802
+def Spans(
     name: str,
     labels: Sequence[str],
     starts: Sequence[float],
