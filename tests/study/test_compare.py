@@ -93,9 +93,8 @@ def test_a_clock_leaves_the_first_steps_out() -> None:
     clock = _Clock()
     for seconds in (9.0, 1.0, 2.0, 4.0):
         clock.add(replace(STEP, samples=8, seconds=seconds))
-    assert clock.rates(1) == [8.0, 4.0, 2.0]
     # Of 52 samples offered the first 8 came before the clock, and 20 were left out on the way.
-    assert clock.whole_run(1, 52) == pytest.approx(44 / 7)
+    assert clock.speeds(1, 52) == ([8.0, 4.0, 2.0], pytest.approx(44 / 7))
 
 
 def test_a_clock_of_a_gpu_reads_marks() -> None:
@@ -111,7 +110,7 @@ def test_a_clock_of_a_gpu_reads_marks() -> None:
     clock = _Clock(mark)
     for _ in range(3):
         clock.add(replace(STEP, samples=8, seconds=1e-6))  # of the host, which runs ahead
-    assert clock.rates(0) == [8.0, 4.0]
+    assert clock.speeds(0, 24) == ([8.0, 4.0], pytest.approx(16 / 3))
     assert waited == [3.0]  # once, when all is over
 
 

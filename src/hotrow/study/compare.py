@@ -236,8 +236,8 @@ class Comparison:
         self._note_evaluated(entry, system, perf_counter() - started)
         if isinstance(skip := getattr(system, "skip", None), Slipstream):
             self._left_out[entry.kind.name] = skip.record
-        rates = clock.rates(self.warm_up)
-        whole_run = clock.whole_run(self.warm_up, self.steps * self.config.data.batch_size)
+        offered = self.steps * self.config.data.batch_size
+        rates, whole_run = clock.speeds(self.warm_up, offered)
         turn = replace(turn, steps=tally.steps, loss=tally.loss)
         quality = entry.quality
         if quality is None:
@@ -482,24 +482,17 @@ class _Clock:
         else:
             self._marks.append(self._mark())
 
-    def rates(self, warm_up: int) -> list[float]:
-        """Return samples per second of each step after the warm-up."""
-        return [samples / taken for samples, taken in self._timed(warm_up) if taken > 0]
-
-    def whole_run(self, warm_up: int, offered: int) -> float:
-        """Return samples per second of the whole run after the warm-up; `offered` samples count,
-        skipped ones included."""
-        timed = self._timed(warm_up)
-        seconds = sum(taken for _, taken in timed)
-        before = sum(self._samples[: len(self._samples) - len(timed)])
-        return (offered - before) / seconds if seconds > 0 else math.nan
-
-    def _timed(self, warm_up: int) -> list[tuple[int, float]]:
-        """Return samples and seconds of each step after the warm-up."""
+    def speeds(self, warm_up: int, offered: int) -> tuple[list[float], float]:
+        """Return samples per second of each step after the warm-up, and of the whole run after it,
+        where `offered` samples count, skipped ones included."""
         seconds = self._seconds
         if self._marks:
             self._marks[-1].wait()
             pairs = zip(self._marks[1:], self._marks, strict=False)
             seconds = [math.inf, *(after.since(before) for after, before in pairs)]
             warm_up = max(1, warm_up)  # no mark is before the first step
-        return list(zip(self._samples, seconds, strict=True))[warm_up:]
+        timed = list(zip(self._samples, seconds, strict=True))[warm_up:]
+        total = sum(taken for _, taken in timed)
+        left = offered - sum(self._samples[:warm_up])
+        rates = [samples / taken for samples, taken in timed if taken > 0]
+        return rates, left / total if total > 0 else math.nan
