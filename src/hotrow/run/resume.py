@@ -36,14 +36,14 @@ _NOT_DECIDING = ("data.folder", "data.eval_batches")
 
 
 @dataclass(frozen=True)
-class Resumed:
-    """A run with the state of a checkpoint."""
+class Begun:
+    """A run to be trained: a new one, or with the state of a checkpoint."""
 
     job: Job
-    checkpoint: Path
     tally: Tally
     started: str
-    resumed_after: tuple[int, ...]  # steps, with that of this checkpoint
+    checkpoint: Path | None = None
+    resumed_after: tuple[int, ...] = ()  # steps, with that of this checkpoint
 
 
 def find_run_to_resume(config: RunConfig, runs: Path) -> Path | None:
@@ -103,7 +103,7 @@ def _none_is_whole(root: Path, errors: list[str]) -> ValueError:
     return ValueError(f"no checkpoint in {root} can be used: {few(errors, most=2, between='; ')}")
 
 
-def resume(config: RunConfig, run: Path, samples: Samples, warn: Callable[[str], None]) -> Resumed:
+def resume(config: RunConfig, run: Path, samples: Samples, warn: Callable[[str], None]) -> Begun:
     """Build a job with the state of the newest whole checkpoint; warn of damaged ones."""
     root = checkpoints_of(config.checkpoint, run)
     if (why_not := why_not_latest(root)) is not None:
@@ -135,7 +135,7 @@ def _resume(
     run: Path,
     samples: Samples,
     warn: Callable[[str], None],
-) -> Resumed:
+) -> Begun:
     step, state = checkpoint.step, _state(checkpoint)
     before = from_settings(state.settings, where=f"the settings of {checkpoint.folder}")
     _refuse_other_run(checkpoint.folder, state, before, config, samples)
@@ -145,7 +145,7 @@ def _resume(
     _warn_of_changes(before, config, warn)
     tally = _tally(run, step, warn)
     tally.evaluations = state.evaluations
-    return Resumed(job, checkpoint.folder, tally, state.started, (*state.resumed_after, step))
+    return Begun(job, tally, state.started, checkpoint.folder, (*state.resumed_after, step))
 
 
 def _state(checkpoint: Checkpoint) -> RunState:

@@ -33,7 +33,7 @@ from hotrow.run.job import (
     told_of,
     total_steps,
 )
-from hotrow.run.resume import Resumed, has_ended, resume
+from hotrow.run.resume import Begun, has_ended, resume
 from hotrow.run.saving import Saved, Saving, not_finite
 from hotrow.run.tally import Tally, limit_of
 from hotrow.run.tracing import ChromeTrace, Traced
@@ -109,9 +109,8 @@ def train_run(
     samples.split("test")  # refuses an empty split before training
     if config.training.eval_every is not None:
         samples.split("validation")
-    before = None
     if folder is None:
-        job = build(config, samples)
+        begun = Begun(build(config, samples), Tally(), now())
     elif has_ended(folder, config, steps):
         observer.warn(
             f"{folder} has ended, and there is nothing to go on with; more training.epochs, "
@@ -119,8 +118,8 @@ def train_run(
         )
         return None
     else:
-        before = resume(config, folder, samples, observer.warn)
-        job = before.job
+        begun = resume(config, folder, samples, observer.warn)
+    job = begun.job
     with (
         RunWriter(runs, name=config.run.name)
         if folder is None
@@ -131,14 +130,14 @@ def train_run(
         stop,
     ):
         observer.start(job, run.folder)
-        if before is not None:
-            observer.tell("resumed", step=job.done, checkpoint=str(before.checkpoint))
+        if begun.checkpoint is not None:
+            observer.tell("resumed", step=job.done, checkpoint=str(begun.checkpoint))
         if config.run.save:
             _warn_of_little_space(job, run.folder, observer)
         tracing = None
         if traced is not None:
             tracing = ChromeTrace(run.folder, traced, device=config.run.device)
-        result = Session(job, run, board, observer, stop, tracing, before).run(steps)
+        result = Session(begun, run, board, observer, stop, tracing).run(steps)
         observer.end(result)
     return result
 
@@ -158,28 +157,24 @@ class Session:
 
     def __init__(
         self,
-        job: Job,
+        begun: Begun,
         run: RunWriter,
         board: TensorBoard | None,
         observer: Observer,
         stop: StopAfterStep,
         tracing: ChromeTrace | None,
-        before: Resumed | None,
     ) -> None:
+        job = begun.job
         self._job, self._run, self._config = job, run, job.config
         self._board, self._observer, self._stop, self._tracing = board, observer, stop, tracing
-        self._tally, started, last = Tally(), now(), None
-        self._resumed_after: tuple[int, ...] = ()
-        if before is not None:
-            self._tally, started = before.tally, before.started
-            self._resumed_after = before.resumed_after
-            last = Saved(before.checkpoint, job.done)
+        self._tally, self._resumed_after = begun.tally, begun.resumed_after
+        last = None if begun.checkpoint is None else Saved(begun.checkpoint, job.done)
         self._saving = Saving(
-            job, run, self._tally, started=started, resumed_after=self._resumed_after, last=last,
-            warn=observer.warn, tell=observer.tell,
+            job, run, self._tally, started=begun.started, resumed_after=self._resumed_after,
+            last=last, warn=observer.warn, tell=observer.tell,
         )  # fmt: skip
         self._start = StartRecord(
-            started,
+            begun.started,
             settings=asdict(self._config),
             environment=environment(self._config.run.device),
             memory=job.embedding.memory(),
