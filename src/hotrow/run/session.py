@@ -279,8 +279,8 @@ class Session:
     def _save_last(self) -> None:
         """Save the last step of a run that was stopped, or that has checkpoints."""
         config, saving = self._config, self._saving
-        has_checkpoints = config.checkpoint.is_on or saving.last is not None
-        if has_checkpoints or (self._stop.asked and config.run.save):
+        is_on = config.checkpoint.every_steps or config.checkpoint.every_seconds
+        if is_on or saving.last is not None or (self._stop.asked and config.run.save):
             try:
                 saving.save(self._job.trainer.step)
             except OSError as error:
