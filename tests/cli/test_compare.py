@@ -42,8 +42,10 @@ def _registry() -> Iterator[None]:
     SYSTEMS.update(before)
 
 
-def compare(*arguments: str) -> Result:
-    return hotrow("compare", "run.toml", *arguments)
+def compare(*arguments: str, code: int = 0) -> Result:
+    result = hotrow("compare", "run.toml", *arguments)
+    assert result.exit_code == code, result.output
+    return result
 
 
 def table(result: Result) -> dict[str, dict[str, Any]]:
@@ -78,7 +80,6 @@ class Failing(StrategySystem):
 def test_every_strategy_is_compared_with_all_fast() -> None:
     names = [*STRATEGIES, "hotline", "hybrid-plain"]
     result = compare("--strategies", ",".join(names), "--repeat", "2", "--json")
-    assert result.exit_code == 0, result.output
     found = table(result)
     assert list(found) == names  # all-fast is the first of STRATEGIES
     for name, each in found.items():
@@ -105,7 +106,6 @@ def test_every_strategy_is_compared_with_all_fast() -> None:
 
 def test_strategies_take_turns_and_all_fast_is_added_to_compare_with() -> None:
     result = compare("--strategies", "lru,static", "--repeat", "2", "--json")
-    assert result.exit_code == 0, result.output
     over = [each for each in events(result) if each["event"] == "repetition"]
     turns = [(each["repetition"], each["strategy"]) for each in over]
     assert turns == [(1, "all-fast"), *((n, name) for n in (1, 2) for name in ("lru", "static"))]
@@ -129,7 +129,6 @@ def test_plain_pytorch_trains_every_model(name: str, kind: str) -> None:
     result = compare(
         "--strategies", "hybrid-plain", "--repeat", "1", "--json", *optimizer, *warming
     )
-    assert result.exit_code == 0, result.output
     assert table(result)["hybrid-plain"]["equal"] == "tolerance"
 
 
@@ -145,8 +144,9 @@ def test_plain_pytorch_trains_every_model(name: str, kind: str) -> None:
 )
 def test_what_plain_pytorch_cannot_train_is_refused(given: list[str], message: str) -> None:
     options = settings(*(f"embedding.optimizer.{each}" for each in given))
-    result = compare("--strategies", "hybrid-plain,lru", "--repeat", "1", "--json", *options)
-    assert result.exit_code == 4
+    result = compare(
+        "--strategies", "hybrid-plain,lru", "--repeat", "1", "--json", *options, code=4
+    )
     found = table(result)
     assert found["hybrid-plain"]["outcome"] == "failed"
     assert message in found["hybrid-plain"]["message"]
@@ -155,8 +155,7 @@ def test_what_plain_pytorch_cannot_train_is_refused(given: list[str], message: s
 
 def test_a_budget_that_is_too_small_fails_alone() -> None:
     options = ("--repeat", "2", "--set", "embedding.budget=64")
-    result = compare("--strategies", "lru,hybrid", *options)
-    assert result.exit_code == 4, result.output
+    result = compare("--strategies", "lru,hybrid", *options, code=4)
     assert "lru failed: " in result.stdout
     assert "the smallest that works" in result.stdout
     saved = json.loads(Path("comparisons/small/compare.json").read_text())
@@ -169,8 +168,7 @@ def test_a_budget_that_is_too_small_fails_alone() -> None:
 
 def test_any_error_is_told_and_the_others_go_on() -> None:
     register(SystemKind("steep", "", "changed", build=Failing))
-    result = compare("--strategies", "steep,lru", "--repeat", "2", "--json")
-    assert result.exit_code == 4
+    result = compare("--strategies", "steep,lru", "--repeat", "2", "--json", code=4)
     found = table(result)
     assert found["steep"]["message"] == "RuntimeError: the third step is <b>too</b> steep"
     assert "in train" in found["steep"]["traceback"]
@@ -198,8 +196,7 @@ def test_a_changed_bit_is_judged_by_the_contract(
 ) -> None:
     build = partial(Tampered, by=by)
     register(SystemKind("tampered", "", contract, build))
-    result = compare("--strategies", "tampered,lru", "--repeat", "1", "--json")
-    assert result.exit_code == code, result.output
+    result = compare("--strategies", "tampered,lru", "--repeat", "1", "--json", code=code)
     found = table(result)
     assert found["tampered"]["equal"] == equal
     assert re.search(note, found["tampered"]["equal_note"])
@@ -211,8 +208,7 @@ def test_a_repetition_with_other_bits_is_told() -> None:
     built = iter([0.0, 0.0, 1e-7])
     kind = SystemKind("moody", "", "exact", lambda *given: Tampered(*given, next(built)))
     register(kind)
-    result = compare("--strategies", "moody", "--repeat", "3", "--json")
-    assert result.exit_code == 1
+    result = compare("--strategies", "moody", "--repeat", "3", "--json", code=1)
     found = table(result)["moody"]
     assert found["equal"] == "bits"
     assert found["repeatable"] is False
@@ -234,8 +230,7 @@ def test_one_system_is_in_memory_at_a_time() -> None:
     register(SystemKind("steep", "", "changed", build=Failing))
     for name in ("all-fast", "lookahead", "steep", "hybrid"):
         SYSTEMS[name] = counted(SYSTEMS[name])
-    result = compare("--strategies", "lookahead,steep,hybrid", "--repeat", "2", "--json")
-    assert result.exit_code == 4
+    result = compare("--strategies", "lookahead,steep,hybrid", "--repeat", "2", "--json", code=4)
     assert {each["outcome"] for each in table(result).values()} == {"finished", "failed"}
     assert len(alive) == 1 + 2 + 1 + 2
 
@@ -246,17 +241,14 @@ def test_without_all_fast_nothing_is_compared_and_told_why(
     small = replace(SYSTEMS["all-fast"], refuses=lambda config: "the GPU is too small")
     monkeypatch.setitem(SYSTEMS, "all-fast", small)
     result = compare("--strategies", "lru", "--repeat", "1", "--json")
-    assert result.exit_code == 0  # it was not asked for
     assert table(result)["lru"]["equal"] == "not compared"
     assert table(result)["lru"]["equal_note"] == "all-fast failed: the GPU is too small"
-    result = compare("--strategies", "lru,all-fast", "--repeat", "1", "--json")
-    assert result.exit_code == 4
+    result = compare("--strategies", "lru,all-fast", "--repeat", "1", "--json", code=4)
 
 
 def test_a_loss_that_is_no_number_is_told() -> None:
     options = ("--repeat", "1", "--set", "embedding.optimizer.lr=1e25")
-    result = compare("--strategies", "lru", *options, "--json")
-    assert result.exit_code == 3, result.output
+    result = compare("--strategies", "lru", *options, "--json", code=3)
     assert table(result)["lru"]["outcome"] == "diverged"
     assert table(result)["lru"]["equal"] == "bits"
 
@@ -275,8 +267,7 @@ def test_ctrl_c_ends_with_what_there_is(times: int) -> None:
                 yield record
 
     register(SystemKind("stopping", "", "exact", build=Stopping))
-    result = compare("--strategies", "lru,stopping,hybrid", "--repeat", "2", "--json")
-    assert result.exit_code == 130
+    result = compare("--strategies", "lru,stopping,hybrid", "--repeat", "2", "--json", code=130)
     assert len(pressed) == 1
     saved = json.loads(Path("comparisons/small/compare.json").read_text())
     assert saved["outcome"] == "interrupted"
@@ -291,7 +282,6 @@ def test_ctrl_c_ends_with_what_there_is(times: int) -> None:
 
 def test_what_is_written_has_every_fact_and_no_other() -> None:
     result = compare("--strategies", "lru,hybrid", "--repeat", "1")
-    assert result.exit_code == 0, result.output
     saved = json.loads(Path("comparisons/small/compare.json").read_text())
     assert saved.keys() == {"format", *(each.name for each in fields(ComparisonRecord))}
     for each in saved["strategies"]:
@@ -332,8 +322,7 @@ def test_quiet_leaves_the_table_and_only_a_named_folder_is_replaced() -> None:
 def test_a_mistake_is_one_sentence_and_leaves_nothing(
     arguments: list[str], message: str, folder: Path
 ) -> None:
-    result = compare(*arguments)
-    assert result.exit_code == 2
+    result = compare(*arguments, code=2)
     assert message in result.stderr
     assert "Traceback" not in result.output
     assert not (folder / "comparisons").exists()
@@ -341,8 +330,7 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing(
 
 def test_a_gpu_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = compare("--set", "run.device=cuda")
-    assert result.exit_code == 2
+    result = compare("--set", "run.device=cuda", code=2)
     assert "sees no CUDA device" in result.stderr
 
 
@@ -397,7 +385,6 @@ def test_strategies_are_compared_on_a_gpu() -> None:
     names = "all-fast,hybrid,hybrid-plain,cpu,static,lru,scratchpipe,lookahead"
     options = ("--set", "run.device=cuda", "--set", "training.steps=40", "--repeat", "2")
     result = compare("--strategies", names, *options, "--json")
-    assert result.exit_code == 0, result.output
     for name, each in table(result).items():
         assert each["outcome"] == "finished", each
         assert each["repeatable"] is True, each

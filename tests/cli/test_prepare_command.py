@@ -18,27 +18,20 @@ import pyarrow.parquet as pq
 import pytest
 
 from clicks import criteo_lines, write
-from commands import hotrow
+from commands import hotrow, refused, succeeds
 from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.job import needed
 from hotrow.data.prepared.sources import Avazu
 
 
-def run(*words: str | Path) -> tuple[int, str]:
-    result = hotrow("prepare", *words)
-    return result.exit_code, result.output
-
-
 def test_a_log_becomes_a_folder(tmp_path: Path) -> None:
     path = write(tmp_path / "train.txt", [*criteo_lines(100), ["junk"]])
     options = ["--out", tmp_path / "out", "--bad-rows", "skip"]
-    code, output = run("criteo", path, *options)
-    assert code == 0, output
+    output = succeeds("prepare", "criteo", path, *options).output
     for words in ("1 bad row left out", "line 101: 1 column ", "C26", "vocabulary", "written to"):
         assert words in output
     assert Prepared(tmp_path / "out").samples("train") == 87
-    code, output = run("criteo", path, *options, "--restart", "--json")
-    assert code == 0, output
+    output = succeeds("prepare", "criteo", path, *options, "--restart", "--json").output
     events = [json.loads(line) for line in output.splitlines()]
     stages = [event["stage"] for event in events if event["event"] == "stage"]
     assert stages == ["reading", "encoding", "verifying"]
@@ -60,10 +53,9 @@ def test_a_log_becomes_a_folder(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_is_told_in_one_sentence(tmp_path: Path, words: list[str], message: str) -> None:
-    code, output = run(*words, "--out", tmp_path / "out")
-    assert code == 2
-    assert message in output
-    assert "Traceback" not in output
+    error = refused("prepare", *words, "--out", tmp_path / "out")
+    assert message in error
+    assert "Traceback" not in error
 
 
 def _words(line: str) -> list[str]:
@@ -99,8 +91,7 @@ def test_the_examples_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.Monkey
     commands = re.findall(r"^hotrow (prepare [^#\n]*)", "".join(blocks), re.MULTILINE)
     assert len(commands) >= 5
     for command in commands:
-        code, output = run(*_words(command)[1:])
-        assert code == 0, f"{command}: {output}"
+        succeeds("prepare", *_words(command)[1:])
     blocks = re.findall(r"^    from hotrow.*?(?=\n\n\S|\Z)", page, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 3
     names: dict[str, Any] = {}
@@ -109,20 +100,13 @@ def test_the_examples_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(next(names["rest"])) == 8
 
 
-def test_help_teaches_with_examples() -> None:
-    result = hotrow("prepare", "--help", COLUMNS="200")
-    for words in ("hotrow prepare criteo train.txt", "--max-rows", "UserBehavior.csv", "--columns"):
-        assert words in result.output
-
-
 def test_a_finished_folder_is_checked_instead_of_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ("criteo", write(tmp_path / "train.txt", criteo_lines(100)), "--out", "out")
-    assert "written to" in run(*words)[1]
-    code, output = run(*words)
-    assert code == 0
+    assert "written to" in succeeds("prepare", *words).output
+    output = succeeds("prepare", *words).output
     assert output.strip() == "out is already prepared (all checksums are right); nothing to do"
     assert "out: prepared data, 55 files" in hotrow("verify", "out").output
     verified = json.loads(hotrow("verify", "out", "--json").output)
@@ -130,7 +114,7 @@ def test_a_finished_folder_is_checked_instead_of_made_again(
     shard = tmp_path / "out" / "shards" / "train-00000.bin"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:100])
-    assert f"has 100 bytes instead of {len(whole):,}" in run(*words)[1]
+    assert f"has 100 bytes instead of {len(whole):,}" in refused("prepare", *words)
     shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     train = ["train", "--set", "data.kind=prepared", "--set", "data.folder=out"]
     for command in (["verify", "out"], train, ["prepare", *words]):
@@ -140,16 +124,16 @@ def test_a_finished_folder_is_checked_instead_of_made_again(
         assert "--restart" in result.output
     assert not Path("runs").exists()
     assert not (tmp_path / "out" / ".work").exists()
-    assert run(*words, "--restart")[0] == 0
+    succeeds("prepare", *words, "--restart")
     assert shard.read_bytes() == whole
 
 
 def test_verify_tells_of_a_folder_that_is_not_finished(tmp_path: Path) -> None:
     path = write(tmp_path / "train.txt", [*criteo_lines(100), ["junk"]])
-    assert run("criteo", path, "--out", tmp_path / "out")[0] == 2
-    result = hotrow("verify", tmp_path / "out")
-    assert result.exit_code == 2
-    assert "not finished: give the same `hotrow prepare` again to resume" in result.stderr
+    refused("prepare", "criteo", path, "--out", tmp_path / "out")
+    assert "not finished: give the same `hotrow prepare` again to resume" in refused(
+        "verify", tmp_path / "out"
+    )
 
 
 def test_ctrl_c_tells_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,8 +142,8 @@ def test_ctrl_c_tells_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("hotrow.cli.prepare.prepare_files", stopped)
     path = write(tmp_path / "train.txt", criteo_lines(10))
-    code, output = run("criteo", path, "--out", tmp_path / "out")
-    assert (code, output.strip()) == (
+    result = hotrow("prepare", "criteo", path, "--out", tmp_path / "out")
+    assert (result.exit_code, result.output.strip()) == (
         130, "interrupted; what is finished is kept: give the same command again to resume",
     )  # fmt: skip
 

@@ -6,19 +6,13 @@ import json
 
 import pytest
 
-from commands import hotrow
+from commands import refused, succeeds
 
 SMALL = ["--set", "data.batch_size=64", "--batches", "6", "--warm-up", "3", "--depth", "4"]
 
 
-def run(*words: str) -> tuple[int, str]:
-    result = hotrow("simulate", *words)
-    return result.exit_code, result.output
-
-
 def test_every_strategy_has_a_line() -> None:
-    code, output = run(*SMALL, "--slots", "2%,9000")
-    assert code == 0
+    output = succeeds("simulate", *SMALL, "--slots", "2%,9000").output
     for word in ("uncached", "static", "lru", "scratchpipe", "lookahead", "belady", "9,000"):
         assert word in output
     assert "376,110 rows" in output
@@ -26,8 +20,7 @@ def test_every_strategy_has_a_line() -> None:
 
 def test_look_ahead_is_planned_at_every_depth() -> None:
     words = ["--strategy", "lru,lookahead", "--slots", "2%", "--depths", "2,9", "--json"]
-    code, output = run(*SMALL, *words)
-    assert code == 0
+    output = succeeds("simulate", *SMALL, *words).output
     lines = [json.loads(line) for line in output.splitlines()]
     assert [(line["strategy"], line.get("depth")) for line in lines] == [
         ("lru", 0), ("lookahead", 2), ("lookahead", 9), ("belady", None),
@@ -38,16 +31,14 @@ def test_look_ahead_is_planned_at_every_depth() -> None:
 
 def test_slots_too_few_for_a_batch_have_no_bound_and_no_prediction() -> None:
     words = ["--strategy", "lru", "--slots", "100,5%", "--machine", "h200", "--dense-ms", "0.5"]
-    code, output = run(*SMALL, *words, "--json")
-    assert code == 0
+    output = succeeds("simulate", *SMALL, *words, "--json").output
     few, enough, bound = map(json.loads, output.splitlines())
     assert (bound["strategy"], bound["slots"]) == ("belady", enough["slots"])
     assert enough["all_fast_is"] == "given"
     assert few["chunked_batches"] == 6
     assert "step_ms" not in few
     assert enough["step_ms"] > 0.5
-    code, output = run(*SMALL, *words)
-    assert code == 0
+    output = succeeds("simulate", *SMALL, *words).output
     assert "6 of 6" in output
     assert "No step is predicted where batches are chunked" in output
     few_line, enough_line = (line for line in output.splitlines() if line.startswith("lru "))
@@ -56,8 +47,7 @@ def test_slots_too_few_for_a_batch_have_no_bound_and_no_prediction() -> None:
 
 
 def test_machines_get_one_object_per_line() -> None:
-    code, output = run(*SMALL, "--slots", "5%", "--pin", "ranks", "--json")
-    assert code == 0
+    output = succeeds("simulate", *SMALL, "--slots", "5%", "--pin", "ranks", "--json").output
     lines = [json.loads(line) for line in output.splitlines()]
     assert [line["strategy"] for line in lines] == [
         "uncached", "static", "lru", "scratchpipe", "lookahead", "belady",
@@ -71,15 +61,17 @@ def test_machines_get_one_object_per_line() -> None:
 def test_other_orders_of_leaving_stand_beside_lru() -> None:
     orders = "lru,least-frequent,random,most-recent"
     words = [*SMALL, "--strategy", orders, "--slots", "800", "--warm-up", "20", "--json"]
-    code, output = run(*words)
-    assert code == 0
+    output = succeeds("simulate", *words).output
     found = {line["strategy"]: line for line in map(json.loads, output.splitlines())}
     assert list(found) == [*orders.split(","), "belady"]
     rows = {name: line["rows_per_batch"] for name, line in found.items()}
     assert len(set(rows.values())) == 5
     assert max(rows, key=rows.__getitem__) == "most-recent"
     assert min(rows, key=rows.__getitem__) == "belady"
-    again = [json.loads(line) for line in run(*words, "--machine", "h200")[1].splitlines()]
+    again = [
+        json.loads(line)
+        for line in succeeds("simulate", *words, "--machine", "h200").output.splitlines()
+    ]
     assert again[2]["fetched_rows"] == found["random"]["fetched_rows"]
     assert again[2]["all_fast_is"] == "guessed"
 
@@ -88,8 +80,9 @@ def test_bytes_and_the_slots_that_batches_need_are_told() -> None:
     words = [*SMALL, "--strategy", "lru,scratchpipe,lookahead", "--slots", "2%"]
     sizes = {}
     for dim in (16, 32):
-        code, output = run(*words, "--set", f"model.embedding_dim={dim}", "--json")
-        assert code == 0
+        output = succeeds(
+            "simulate", *words, "--set", f"model.embedding_dim={dim}", "--json"
+        ).output
         *planned, _ = map(json.loads, output.splitlines())
         for each in planned:
             moved = (each["fetched_rows"] + each["evicted_rows"]) / each["batches"]
@@ -100,9 +93,10 @@ def test_bytes_and_the_slots_that_batches_need_are_told() -> None:
     assert sizes[32] == sizes[16]
     assert lru < lookahead < scratchpipe
     for slots, chunked in ((lru, False), (lru - 1, True)):
-        code, output = run(*SMALL, "--strategy", "lru", "--slots", str(slots), "--json")
+        lru_alone = ["--strategy", "lru", "--slots", str(slots), "--json"]
+        output = succeeds("simulate", *SMALL, *lru_alone).output
         assert (json.loads(output.splitlines()[0])["chunked_batches"] > 0) == chunked
-    code, output = run(*words)
+    output = succeeds("simulate", *words).output
     told = " ".join(output.split())
     assert f"{lru:,} for lru; {lookahead:,} for lookahead; {scratchpipe:,} for scr" in told
     assert "KiB" in output
@@ -141,6 +135,4 @@ def test_bytes_and_the_slots_that_batches_need_are_told() -> None:
     ],
 )
 def test_a_mistake_is_told_in_one_sentence(words: list[str], message: str) -> None:
-    code, output = run(*SMALL, *words)
-    assert code == 2
-    assert message in output
+    assert message in refused("simulate", *SMALL, *words)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import hotrow as invoke
+from commands import refused, succeeds
 from hotrow.run.config import load
 from hotrow.support.toml import written
 
@@ -22,11 +22,6 @@ FEW = ["--batches", "12", "--warm-up", "12", "--depths", "2,6"]
 H200 = ["--machine", "h200", "--dense-ms", "0.5"]
 
 
-def hotrow(*words: str | Path) -> tuple[int, str]:
-    result = invoke(*words)
-    return result.exit_code, result.output
-
-
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
     (tmp_path / "run.toml").write_text(RUN)
@@ -35,8 +30,7 @@ def run_file(tmp_path: Path) -> Path:
 
 def test_people_get_a_table_and_a_file_that_can_be_trained(run_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "sized.toml"
-    code, output = hotrow("size", run_file, *FEW, *H200, "--reach", "0.9999", "--out", out)
-    assert code == 0, output
+    output = succeeds("size", run_file, *FEW, *H200, "--reach", "0.9999", "--out", out).output
     for words in (
         "20,310 rows, 3.7 MiB with their state",
         "On NVIDIA H200 (h200) all-fast takes 0.5 ms, with the dense part as given",
@@ -53,25 +47,21 @@ def test_people_get_a_table_and_a_file_that_can_be_trained(run_file: Path, tmp_p
     assert isinstance(section.budget, int)
     assert [each.name for each in out.parent.iterdir()] == ["sized.toml"]
     words = ["--set", "run.device=cpu", "--set", "training.steps=2", "--runs", tmp_path / "runs"]
-    code, output = hotrow("train", out, *words)
-    assert code == 0, output
+    output = succeeds("train", out, *words).output
 
 
 def test_a_file_with_all_rows_in_fast_memory_has_no_budget(tmp_path: Path) -> None:
     """Such as "auto", which needs a GPU or counts, and here is neither."""
     text = RUN.replace("'30%'", "'auto'").replace("[20000, 300, 10]", "[30, 10]")
     (tmp_path / "run.toml").write_text(text)
-    code, output = hotrow("size", tmp_path / "run.toml", *FEW, "--out", tmp_path / "sized.toml")
-    assert code == 0, output
+    output = succeeds("size", tmp_path / "run.toml", *FEW, "--out", tmp_path / "sized.toml").output
     assert "Take all-fast" in output
     words = ["--set", "training.steps=2", "--runs", tmp_path / "runs"]
-    code, output = hotrow("train", tmp_path / "sized.toml", *words)
-    assert code == 0, output
+    output = succeeds("train", tmp_path / "sized.toml", *words).output
 
 
 def test_machines_get_all_that_was_tried(run_file: Path) -> None:
-    code, output = hotrow("size", run_file, *FEW, *H200, "--json", "--reach", "0.9")
-    assert code == 0, output
+    output = succeeds("size", run_file, *FEW, *H200, "--json", "--reach", "0.9").output
     found = json.loads(output)
     assert found["chosen"] in found["best"]
     assert [each["strategy"] for each in found["best"]] == [
@@ -85,8 +75,7 @@ def test_machines_get_all_that_was_tried(run_file: Path) -> None:
 
 
 def test_this_machine_can_be_asked(run_file: Path) -> None:
-    code, output = hotrow("size", run_file, *FEW, "--json")
-    assert code == 0, output
+    output = succeeds("size", run_file, *FEW, "--json").output
     found = json.loads(output)
     assert (found["all_fast_is"], found["machine"]["device"]) == ("measured", "cpu")
     assert all(each["fill"] == "" for each in found["best"])
@@ -107,17 +96,13 @@ def test_this_machine_can_be_asked(run_file: Path) -> None:
     ],
 )
 def test_mistakes_are_told(run_file: Path, words: list[str], message: str) -> None:
-    code, output = hotrow("size", run_file, *words)
-    assert code == 2
-    assert message in output
+    assert message in refused("size", run_file, *words)
 
 
 def test_a_page_needs_plotly(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     for command in ("size", "simulate", "profile"):
-        code, output = hotrow(command, run_file, "--html", "page.html")
-        assert code == 2
-        assert "--html needs plotly" in output
+        assert "--html needs plotly" in refused(command, run_file, "--html", "page.html")
 
 
 # -- hotrow simulate ---------------------------------------------------------------------
@@ -126,8 +111,7 @@ def test_a_page_needs_plotly(run_file: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_simulation_predicts_steps_on_a_machine(run_file: Path) -> None:
     words = ["simulate", run_file, *FEW, *H200, "--slots", "2%,20%"]
     words += ["--set", "model.embedding_dim=8"]
-    code, output = hotrow(*words, "--json")
-    assert code == 0, output
+    output = succeeds(*words, "--json").output
     lines = [json.loads(line) for line in output.splitlines()]
     for line in lines:
         assert ("step_ms" in line) == (line["strategy"] != "belady")
@@ -135,8 +119,7 @@ def test_a_simulation_predicts_steps_on_a_machine(run_file: Path) -> None:
     assert by_name["lru", 406]["step_ms"] >= by_name["lru", 4062]["step_ms"]
     assert by_name["lookahead", 406]["of_all_fast"] <= 1
     assert by_name["lookahead", 406]["all_fast_ms"] == pytest.approx(0.5, rel=0.01)
-    code, output = hotrow(*words)
-    assert code == 0
+    output = succeeds(*words).output
     for word in ("ms/step", "speed", "waits for", "on NVIDIA H200 all-fast takes 0.5 ms"):
         assert word in " ".join(output.split())
 
@@ -145,8 +128,7 @@ def test_a_simulation_tells_each_number_of_slots_once_smallest_first(run_file: P
     """Lines of its page would go to and fro."""
     few = ["--batches", "2", "--warm-up", "2", "--strategy", "lru,lookahead"]
     words = ["--slots", "20%,2%,406", "--depths", "6,2,6", "--json"]
-    code, output = hotrow("simulate", run_file, *few, *words)
-    assert code == 0, output
+    output = succeeds("simulate", run_file, *few, *words).output
     found = [json.loads(line) for line in output.splitlines()]
     told = [(each["slots"], each.get("depth")) for each in found if each["strategy"] != "lru"]
     assert told == [(406, 2), (406, 6), (406, None), (4062, 2), (4062, 6), (4062, None)]

@@ -11,8 +11,7 @@ from rich.console import Console
 
 from hotrow.report.charts import Bars
 from hotrow.report.comparison import advise, comparison_document, remarks
-from hotrow.report.document import Charts, Section
-from hotrow.report.page import page_of
+from hotrow.report.page import Charts, Section, page_of
 from hotrow.report.terminal import show_parts
 from hotrow.support.records import Figures
 from report_builders import comparison, figures

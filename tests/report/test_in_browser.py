@@ -76,7 +76,7 @@ def run(name: str, steps: int, strategy: str) -> RunView:
         for n in range(6)
         for stage, start, length in stages
     ]
-    return RunView(name, record, Curve.of(step(n + 1) for n in range(steps)), spans)
+    return RunView(name, record, Curve(step(n + 1) for n in range(steps)), spans)
 
 
 def drawn(browser: Browser) -> list[list[int]]:

@@ -1,15 +1,16 @@
-"""Charts of many runs stay readable."""
+"""Charts of many runs stay readable; curves of long ones are short, and lose nothing."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 
 from hotrow.report.charts import Bars
 from hotrow.report.curves import Curve
 from hotrow.report.runs import RunView, tables_hit
-from hotrow.support.records import RunRecord, Summary, TableRecord
+from hotrow.support.records import RunRecord, StepRecord, Summary, TableRecord
 
 SUMMARY = Summary(1, 32, 0.1, 320.0, 0.5, 0.7, 0.6, 100, 0.75, 0.1, 1920)
 
@@ -52,3 +53,52 @@ def test_a_few_runs_show_all_their_tables() -> None:
     chart = tables_hit([run(number, tables("C")) for number in range(5)])
     assert len(chart.order) == 26
     assert not chart.note
+
+
+# -- curves ------------------------------------------------------------------------------
+
+
+def steps(count: int) -> Iterator[StepRecord]:
+    """Losses fall by one, lookups and times grow."""
+    for step in range(1, count + 1):
+        yield StepRecord(
+            step, loss=count - step, samples=10, seconds=0.5, lookups=step, unique_rows=1,
+            fetched_rows=step // 2, evicted_rows=0, bytes_fetched=step, bytes_evicted=1,
+            waited=0.1,
+        )  # fmt: skip
+
+
+def test_a_short_run_has_a_point_for_each_step() -> None:
+    curve = Curve(steps(5))
+    assert curve.width == 1
+    assert curve.step == curve.middle == [1, 2, 3, 4, 5]
+    assert curve.loss == [4, 3, 2, 1, 0]
+    assert curve.samples_per_second == [20] * 5
+    assert curve.seconds == [0.5, 1, 1.5, 2, 2.5]
+
+
+@pytest.mark.parametrize("count", [8, 9, 15, 16, 17, 33, 1000])
+def test_a_long_run_has_bounded_points_and_loses_nothing(count: int) -> None:
+    curve, whole = Curve(steps(count), most=8), list(steps(count))
+    bins = [whole[first : first + curve.width] for first in range(0, count, curve.width)]
+    assert 4 <= len(bins) <= 8
+    assert curve.step == [part[-1].step for part in bins]
+    assert curve.middle == [(part[0].step + part[-1].step) / 2 for part in bins]
+    assert curve.seconds[-1] == pytest.approx(0.5 * count)
+    assert curve.loss == pytest.approx([sum(x.loss for x in part) / len(part) for part in bins])
+    assert curve.least_loss == [part[-1].loss for part in bins]
+    assert curve.largest_loss == [part[0].loss for part in bins]
+    hits = [1 - sum(x.fetched_rows for x in p) / sum(x.lookups for x in p) for p in bins]
+    assert curve.hit_rate == pytest.approx(hits)
+    moved = [sum(x.bytes_fetched + x.bytes_evicted for x in p) / (0.5 * len(p)) for p in bins]
+    assert curve.bytes_per_second == pytest.approx(moved)
+
+
+def test_what_was_not_measured_is_no_number() -> None:
+    empty = StepRecord(1, math.nan, 10, 0.0, 0, 0, 0, 0, 0, 0)
+    found = Curve([empty])
+    for values in (found.loss, found.hit_rate, found.samples_per_second, found.waited):
+        assert [math.isnan(value) for value in values] == [True]
+    found = Curve([*steps(3), empty], most=1)  # the mean is of those that were measured
+    assert (*found.waited, found.mean_waited, *found.loss) == pytest.approx((0.1, 0.1, 1.0))
+    assert math.isnan(Curve().mean_waited)

@@ -35,14 +35,6 @@ def test_every_file_is_tried() -> None:
     assert {path.stem for path in FOLDER.glob("*.toml")} == ROWS.keys()
 
 
-def test_a_tbsm_has_the_shape_of_its_reference() -> None:
-    model = load(FOLDER / "rm1-taobao.toml").model
-    assert model.num_steps == 20
-    assert model.arguments == {
-        "bottom": (16,), "top": (15, 15), "sequence": (15, 15), "final": (60, 1), "num_steps": 20,
-    }  # fmt: skip
-
-
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", ROWS)
 def test_it_trains_in_small(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from hotrow.cli._output import one_line_warnings
 from hotrow.run.files import RunWriter, environment, read_run, read_start, read_steps
@@ -96,8 +97,8 @@ def test_a_damaged_record_is_named(tmp_path: Path, text: str, message: str) -> N
 
 
 def test_the_environment_names_versions_and_threads() -> None:
-    facts = environment(device="cpu", threads=2)
-    assert facts["threads"] == 2
+    facts = environment("cpu")
+    assert facts["threads"] == torch.get_num_threads()
     assert facts["versions"]["torch"]
     assert facts["versions"].keys() == {"hotrow", "torch", "numpy", "triton"}
 

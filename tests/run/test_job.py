@@ -111,39 +111,36 @@ def test_bits_are_compared_in_any_layout() -> None:
     assert not same_bits(torch.zeros(2), torch.zeros(2, 1))
 
 
-def test_settings_reach_the_model() -> None:
-    job = build(
-        config(
-            "model.kind=dcnv2", "model.cross_layers=2", "model.cross_rank=7", "model.bottom=[9]",
-            "model.top=[6, 5]",
-        )
-    )  # fmt: skip
-    shapes = {key: tuple(weight.shape) for key, weight in job.model.named_parameters()}
-    assert shapes["bottom.0.weight"] == (9, 13)
-    assert shapes["bottom.2.weight"] == (4, 9)
-    assert shapes["cross.1.down.weight"] == (7, 16)
-    assert "cross.2.down.weight" not in shapes
-    assert shapes["top.2.weight"] == (5, 6)
-    full = build(config("model.kind=dcnv2", "model.cross_rank=full"))
-    assert dict(full.model.named_parameters())["cross.2.up.weight"].shape == (16, 16)
-
-
-def test_settings_reach_a_tbsm() -> None:
-    job = build(config(*SEQUENCES, "model.bottom=[9]", "model.top=[7, 6]", "model.final=[5]"))
-    shapes = {key: tuple(weight.shape) for key, weight in job.model.named_parameters()}
-    assert shapes["bottom.0.weight"] == (9, 1 + 13)
-    assert shapes["bottom.2.weight"] == (4, 9)
-    assert shapes["top.0.weight"] == (7, 4 + 6)
-    assert shapes["top.2.weight"] == (6, 7)
-    assert shapes["sequence.0.weight"] == (15, 5)
-    assert shapes["final.0.weight"] == (5, 12)
-    assert shapes["final.2.weight"] == (1, 5)
-
-
-def test_a_deepfm_has_room_for_first_order_weights_in_its_rows() -> None:
-    job = build(config("model.kind=deepfm", "model.deep=[6]"))
-    assert {table.embedding_dim for table in job.embedding.tables} == {5}
-    assert dict(job.model.named_parameters())["deep.0.weight"].shape == (6, (13 + 3) * 4)
+@pytest.mark.parametrize(
+    ("settings", "shapes"),
+    [
+        (
+            ("kind=dcnv2", "cross_layers=2", "cross_rank=7", "bottom=[9]", "top=[6, 5]"),
+            {
+                "bottom.0": (9, 13), "bottom.2": (4, 9), "cross.1.down": (7, 16),
+                "cross.2.down": None, "top.2": (5, 6),
+            },
+        ),
+        (("kind=dcnv2", "cross_rank=full"), {"cross.2.up": (16, 16)}),
+        (
+            ("kind=tbsm", "num_steps=5", "bottom=[9]", "top=[7, 6]", "final=[5]"),
+            {
+                "bottom.0": (9, 1 + 13), "bottom.2": (4, 9), "top.0": (7, 4 + 6), "top.2": (6, 7),
+                "sequence.0": (15, 5), "final.0": (5, 12), "final.2": (1, 5),
+            },
+        ),
+        # A DeepFM's rows have room for first-order weights.
+        (("kind=deepfm", "deep=[6]"), {"deep.0": (6, (13 + 3) * 4)}),
+    ],
+)  # fmt: skip
+def test_settings_reach_the_model(
+    settings: tuple[str, ...], shapes: dict[str, tuple[int, ...] | None]
+) -> None:
+    job = build(config(*(f"model.{each}" for each in settings)))
+    found = {key: tuple(weight.shape) for key, weight in job.model.named_parameters()}
+    assert {name: found.get(f"{name}.weight") for name in shapes} == shapes
+    dim = 5 if "kind=deepfm" in settings else 4
+    assert {table.embedding_dim for table in job.embedding.tables} == {dim}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -42,7 +42,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tally.losses, tally.evaluations = [0.5], [EvalRecord(1, 4, 0.5, 0.7)]
     with RunWriter(runs, name="a") as writer:
         job = build(CONFIG, open_data(CONFIG))
-        saving = Saving(job, writer, tally, started="now", warn=lambda _: None, tell=lambda _: None)
+        options = {"warn": lambda _: None, "tell": lambda *_, **__: None}
+        saving = Saving(job, writer, tally, started="now", **options)
         saving.save(1)
     return writer.folder
 

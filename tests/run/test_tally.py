@@ -6,15 +6,9 @@ import math
 import pytest
 
 from hotrow.cli._watch import RunLines, Screen, progress_facts
-from hotrow.run.tally import STEPS_BEHIND, PendingRecords, Tally, limit_of
-from hotrow.support.records import StepRecord, Times
-from step_records import STEP, Device, failing_step
-
-
-def test_a_known_loss_is_passed_on_at_once() -> None:
-    records: list[StepRecord] = []
-    PendingRecords(records.append).add(STEP)
-    assert records == [STEP]
+from hotrow.run.tally import STEPS_BEHIND, Tally, limit_of
+from hotrow.support.records import Times
+from step_records import Device, failing_step
 
 
 def test_a_late_loss_is_read_some_steps_later() -> None:
@@ -34,8 +28,7 @@ def test_a_summary_has_the_last_loss_also_if_the_device_fails() -> None:
     summaries = []
     for record in (device.record(1), device.record(2), failing_step(3)):
         tally.add(record)
-        options = {"fast_rows_share": 1.0, "equal_to_all_fast": None, "chunked_batches": 0}
-        summaries.append(tally.summary(**options))  # type: ignore[arg-type]
+        summaries.append(tally.summary())
     assert [(summary.steps, summary.loss) for summary in summaries] == [
         (1, 0.1),
         (2, 0.2),

@@ -14,28 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from commands import SMALL_SETTINGS
 from hotrow.data import SyntheticClicks, SyntheticConfig
 from hotrow.run.config import RunConfig, load
 from hotrow.study.compare import Comparison, _Clock, choose
-from hotrow.study.likeness import Apart, Distance, Reference, Tolerance, bits_of
+from hotrow.study.likeness import Apart, Distance, Reference, Tolerance, bits_of, unlike
 from hotrow.study.systems import SYSTEMS, SystemKind, find_system, register, reordered_batches
-from hotrow.support.records import EvalRecord, StepRecord
+from hotrow.support.records import EvalRecord
 from hotrow.systems.slipstream.skip import SkipRecord
-
-SMALL = (
-    "data.rows=[400, 60, 5]", "data.batch_size=16", "data.samples=96", "data.eval_batches=2",
-    "model.embedding_dim=4", "embedding.budget=60%", "training.steps=5",
-)  # fmt: skip
+from step_records import STEP
 
 
 def config(*overrides: str) -> RunConfig:
-    return load(overrides=[*SMALL, *overrides])
-
-
-STEP = StepRecord(
-    step=1, loss=0.5, samples=8, seconds=1.0, lookups=8, unique_rows=8, fetched_rows=2,
-    evicted_rows=2, bytes_fetched=8, bytes_evicted=8,
-)  # fmt: skip
+    return load(overrides=[*SMALL_SETTINGS, "training.steps=5", *overrides])
 
 
 class Fixed:
@@ -67,12 +58,12 @@ LOSSES = [0.5, 0.25, math.nan]
 
 def test_bits_tell_what_differs_and_do_not_depend_on_chunks() -> None:
     bits = bits_of(fixed(), LOSSES)
-    assert bits.unlike(bits_of(fixed(chunk=3), LOSSES)) == []
-    assert bits.unlike(bits_of(fixed(change=1e-7), LOSSES)) == ["rows of table b"]
-    assert bits.unlike(bits_of(fixed(), [0.5, 0.25])) == ["losses"]
+    assert unlike(bits, bits_of(fixed(chunk=3), LOSSES)) == []
+    assert unlike(bits, bits_of(fixed(change=1e-7), LOSSES)) == ["rows of table b"]
+    assert unlike(bits, bits_of(fixed(), [0.5, 0.25])) == ["losses"]
     other = fixed()
     other._weight = torch.tensor([[1.0, 1.0], [1.0, -0.0]])
-    assert bits.unlike(bits_of(other, LOSSES)) == ["top.weight"]
+    assert unlike(bits, bits_of(other, LOSSES)) == ["top.weight"]
 
 
 def test_distances_are_those_of_all_values(tmp_path: Path) -> None:
@@ -102,9 +93,8 @@ def test_a_clock_leaves_the_first_steps_out() -> None:
     clock = _Clock()
     for seconds in (9.0, 1.0, 2.0, 4.0):
         clock.add(replace(STEP, samples=8, seconds=seconds))
-    assert clock.rates(1) == [8.0, 4.0, 2.0]
     # Of 52 samples offered the first 8 came before the clock, and 20 were left out on the way.
-    assert clock.whole_run(1, 52) == pytest.approx(44 / 7)
+    assert clock.speeds(1, 52) == ([8.0, 4.0, 2.0], pytest.approx(44 / 7))
 
 
 def test_a_clock_of_a_gpu_reads_marks() -> None:
@@ -120,7 +110,7 @@ def test_a_clock_of_a_gpu_reads_marks() -> None:
     clock = _Clock(mark)
     for _ in range(3):
         clock.add(replace(STEP, samples=8, seconds=1e-6))  # of the host, which runs ahead
-    assert clock.rates(0) == [8.0, 4.0]
+    assert clock.speeds(0, 24) == ([8.0, 4.0], pytest.approx(16 / 3))
     assert waited == [3.0]  # once, when all is over
 
 

@@ -13,7 +13,7 @@ import torch
 
 import hotrow
 from clicks import taobao_lines, write
-from commands import hotrow as command
+from commands import succeeds
 from hotrow.data.prepared import Prepared
 from hotrow.run.config import load
 from hotrow.run.source import open_samples
@@ -36,8 +36,7 @@ def folder(tmp_path: Path) -> Path:
         'label = "label"\ncategories = ["shop", "item", "seen"]\n[tables]\nseen = "item"\n'
     )
     columns_file = ["--columns", tmp_path / "columns.toml", "--out", tmp_path / "out"]
-    result = command("prepare", "parquet", tmp_path / "clicks.parquet", *columns_file)
-    assert result.exit_code == 0, result.output
+    succeeds("prepare", "parquet", tmp_path / "clicks.parquet", *columns_file)
     return tmp_path
 
 
@@ -173,8 +172,7 @@ def test_epochs_of_generated_data_repeat_only_where_asked() -> None:
 
 def test_sequences_of_a_folder_are_padded_with_nothing(tmp_path: Path) -> None:
     write(tmp_path / "UserBehavior.csv", taobao_lines(60), separator=",")
-    words = ["prepare", "taobao", tmp_path / "UserBehavior.csv", "--out", tmp_path / "out"]
-    assert command(*words).exit_code == 0
+    succeeds("prepare", "taobao", tmp_path / "UserBehavior.csv", "--out", tmp_path / "out")
     overrides = ["model.kind=tbsm", "data.kind=prepared", f"data.folder={tmp_path / 'out'}"]
     config = load(overrides=[*overrides, "data.batch_size=16"])
     lookups = OfRun(config.data, steps=config.model.num_steps)

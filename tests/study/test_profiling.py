@@ -21,8 +21,7 @@ from hotrow.inputs.tables import EmbeddingBagConfig
 from hotrow.sizing.simulator import simulate
 from hotrow.study.lookups import NO_ROW, LookupBatch
 from hotrow.study.profiling import HOT_PARTS, DataProfile, profile_lookups
-from hotrow.study.skew import CountedRows, coverage, zipf_fit
-from hotrow.study.tracked_rows import BYTES_PER_ROW, TrackedRows, choose
+from hotrow.study.tracked_rows import BYTES_PER_ROW, CountedRows, choose, coverage, zipf_fit
 
 
 @dataclass
@@ -313,11 +312,10 @@ def test_the_bound_is_left_out_where_it_does_not_fit() -> None:
 @settings(max_examples=15)
 def test_a_row_is_followed_always_or_never_and_no_place_is_shared(ids: set[int], seed: int) -> None:
     hot = np.array([3, 17, 900])
-    choice = choose(1000, 200, hot, np.array([9, 2, 5]), seed=seed)
-    followed = TrackedRows(choice, np.array([1000]))
+    followed = choose(np.array([1000]), 200, hot, np.array([9, 2, 5]), seed=seed)
     every = followed.read(np.arange(1000))
     assert len(np.unique(every.places)) == len(every.places)
-    assert {3, 17, 900} <= set(followed.read_rows(np.ones(choice.num_tracked))[1].tolist())
+    assert {3, 17, 900} <= set(followed.read_rows(np.ones(len(followed.counts)))[1].tolist())
     wanted = np.array(sorted(ids))
     some = followed.read(wanted)
     assert set(some.places.tolist()) <= set(every.places.tolist())

@@ -1,4 +1,4 @@
-"""A run's smallest budget is the smallest of all that were tried."""
+"""A run's smallest budget is the smallest of all that were tried; simulations of its trace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from hotrow.run.config import RunConfig, load
 from hotrow.run.job import build
 from hotrow.sizing.budgets import budget_for
 from hotrow.sizing.cost import Work
-from hotrow.study.sizing import Sizing, _timed, base_of, machine_of, size
+from hotrow.study.lookups import OfRun
+from hotrow.study.simulation import Simulation
+from hotrow.study.sizing import Sizing, StepModel, _timed, base_of, machine_of, size
 from hotrow.support.records import SizeRecord
 
 SMALL = ["data.rows=[20000,3000,50]", "data.batch_size=64", "data.samples=640", "run.threads=1"]
@@ -233,3 +235,41 @@ def test_a_run_takes_auto_with_a_profile(tmp_path: Path) -> None:
     assert isinstance(job.config.embedding.budget, int)
     with pytest.raises(ValueError, match="budget='auto'"):
         build(load(tmp_path / "run.toml", overrides=options[:1]))
+
+
+# -- simulations -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [464, 465])
+def test_tables_too_large_to_track_have_no_bound(most: int) -> None:
+    """The trace has 465 rows."""
+    config = load(overrides=["data.rows=[400, 60, 5]", "data.batch_size=16"])
+    simulation = Simulation(
+        config,
+        OfRun(config.data, repeats=False),
+        strategies=[STRATEGIES["lru"]],
+        slots=[200],
+        depths=[2],
+        batches=4,
+        warm_up=2,
+        bound_rows=most,
+    )
+    facts, conditions = simulation.run(pins_ranks=False)
+    names = [line["strategy"] for line in facts]
+    assert names == (["lru"] if most == 464 else ["lru", "belady"])
+    assert (facts[0]["fits_from_slots"] is None) == (most == 464)
+    assert ("Batches fit" in conditions) == (most > 464)
+
+
+def test_rows_that_do_not_leave_take_no_time() -> None:
+    config = load()
+    model = StepModel(
+        config,
+        machine_of("h200", config),
+        lookups=2e5,
+        unique_rows=5e4,
+        num_rows=10**8,
+        dense_ms=0.5,
+    )
+    lru = STRATEGIES["lru"]
+    assert model.time(lru, 1e4, 0.0).ms < model.time(lru, 1e4).ms == model.time(lru, 1e4, 1e4).ms

@@ -113,10 +113,6 @@ class _Steady:
             return call(*args)
 
 
-def _as_option(name: str, value: str) -> str:
-    return f"--set embedding.{name}={value}"
-
-
 def _in_plain_words(command: Callable[..., None]) -> Callable[..., None]:
     """Print errors of users as one sentence, with exit code 2; other errors are bugs and show."""
 
@@ -125,7 +121,7 @@ def _in_plain_words(command: Callable[..., None]) -> Callable[..., None]:
         out, err = _Steady(sys.stdout), _Steady(sys.stderr)
         with redirect_stdout(out), redirect_stderr(err):
             try:
-                with one_line_warnings(), settings_written(_as_option):
+                with one_line_warnings(), settings_written("--set embedding.{}={}".format):
                     command(*args, **options)
                 out.flush()
                 if out.full is not None:

@@ -20,8 +20,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from hotrow.report.document import Document
-from hotrow.report.page import page_of
+from hotrow.report.page import Document, page_of
 from hotrow.report.terminal import show_parts
 from hotrow.run.files import to_json
 from hotrow.support.files import Disk

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.cells import cell_len
@@ -16,11 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text as StyledText
 
 from hotrow.cli._output import JsonLines, warn_people
-from hotrow.report.document import Section, Table, facts_table
+from hotrow.report.page import Section, Table, facts_table
 from hotrow.report.terminal import show_parts
 from hotrow.run.files import to_dict, to_json
 from hotrow.run.job import Job
-from hotrow.run.saving import Saved
 from hotrow.run.session import Advance, Result
 from hotrow.run.strategy_names import find_named
 from hotrow.run.tally import Tally
@@ -28,6 +28,10 @@ from hotrow.run.tracing import TRACE_FILE
 from hotrow.support.messages import apart, few, many
 from hotrow.support.records import WORSE_THAN_CONSTANT, RunRecord
 from hotrow.support.units import show_bytes
+
+_IN_PROGRESS = (
+    "samples_per_second", "loss", "auc", "hit_rate", "bytes_per_second", "waited",
+)  # fmt: skip
 
 
 class _View(Progress):
@@ -105,13 +109,12 @@ class Screen:
             table = Table(("part", "bytes", "of all rows"), rows)
             show_parts([Section("fast memory", [table])], self._console)
 
-    def differs(self, what: list[str]) -> None:
-        self._console.print(f"[red]not equal to all-fast:[/] {few(what)}")
-
-    def resumed(self, step: int, checkpoint: Path) -> None:
-        self._console.print(f"goes on after step {step:,}, from {checkpoint}", soft_wrap=True)
-
-    def saved(self, saved: Saved) -> None: ...
+    def tell(self, event: str, **facts: Any) -> None:
+        if event == "differs":
+            self._console.print(f"[red]not equal to all-fast:[/] {few(facts['what'])}")
+        elif event == "resumed":
+            text = f"goes on after step {facts['step']:,}, from {facts['checkpoint']}"
+            self._console.print(text, soft_wrap=True)
 
     def end(self, result: Result) -> None:
         record, folder, saved = result.record, result.folder, result.saved
@@ -157,29 +160,11 @@ class RunLines(JsonLines):
 
         def advance(tally: Tally) -> None:
             if self.progress_is_due(now=tally.steps == steps):
-                self.write(
-                    "progress",
-                    stage=title,
-                    step=tally.steps,
-                    samples_per_second=tally.samples_per_second,
-                    loss=tally.loss,
-                    auc=tally.auc,
-                    hit_rate=tally.hit_rate,
-                    bytes_per_second=tally.bytes_per_second,
-                    waited=tally.waited,
-                )
+                self.write("progress", stage=title, step=tally.steps, **tally.facts(*_IN_PROGRESS))
 
         yield advance
 
-    def differs(self, what: list[str]) -> None:
-        self.write("differs", what=what)
-
-    def resumed(self, step: int, checkpoint: Path) -> None:
-        self.write("resumed", step=step, checkpoint=str(checkpoint))
-
-    def saved(self, saved: Saved) -> None:
-        facts = {"step": saved.step, "seconds": saved.seconds, "pause": saved.pause}
-        self.write("checkpoint", folder=str(saved.folder), **facts, waited=saved.waited)
+    tell = JsonLines.write
 
     def end(self, result: Result) -> None:
         model, saved = result.model, result.saved

@@ -7,6 +7,7 @@ import re
 import resource
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from hotrow.cli._options import JsonFlag
 from hotrow.cli._output import show
 from hotrow.embedding.arguments import OLDEST_CAPABILITY
-from hotrow.report.document import Document, Section, facts_table
+from hotrow.report.page import Document, Section, facts_table
 from hotrow.run.files import environment, package_version
 from hotrow.store.writer import why_not
 from hotrow.support.units import show_bytes
@@ -53,7 +54,7 @@ def examine(
     why_no_writer: Callable[[], str | None] = why_not,
 ) -> dict[str, dict[str, Any]]:
     """Return all facts, by heading."""
-    about = environment(device="cpu", threads=torch.get_num_threads())
+    about = environment("cpu")
     devices = []
     if cuda.is_available():
         devices = [_cuda_device(cuda, number) for number in range(cuda.device_count())]
@@ -135,20 +136,14 @@ def _cuda_device(cuda: Any, number: int) -> dict[str, Any]:
 
 def _driver_version(driver: Path) -> str | None:
     """Return the version of NVIDIA's driver; None: there is none, or it does not say."""
+    query, text = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], ""
     try:
         text = driver.read_text(encoding="ascii", errors="replace")
     except OSError:
-        text = _ask_nvidia_smi()
+        with suppress(OSError, subprocess.TimeoutExpired):
+            text = subprocess.run(query, capture_output=True, text=True, timeout=10).stdout
     match = re.search(r"\b\d{3,}(\.\d+)+\b", text)
     return match[0] if match else None
-
-
-def _ask_nvidia_smi() -> str:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, timeout=10).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
 
 
 def _memory(key: str) -> int | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hotrow.cli._options import JsonFlag, OtherData, Runs, Settings, Split, TrainedRun
 from hotrow.cli._output import JsonLines, counted, counting, one_line_warnings, show, warn_people
-from hotrow.report.document import Document, facts_table
+from hotrow.report.page import Document, facts_table
 from hotrow.run.open_run import open_trained
 from hotrow.support.records import WORSE_THAN_CONSTANT, EvalRecord
 

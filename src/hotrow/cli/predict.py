@@ -9,7 +9,7 @@ import typer
 
 from hotrow.cli._options import JsonFlag, OtherData, Runs, Settings, Split, TrainedRun
 from hotrow.cli._output import JsonLines, counted, counting, one_line_warnings, show, warn_people
-from hotrow.report.document import Document, Text
+from hotrow.report.page import Document, Text
 from hotrow.run.open_run import open_trained, write_scores
 from hotrow.support.messages import many
 

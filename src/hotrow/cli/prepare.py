@@ -16,7 +16,7 @@ from hotrow.data.prepared.format import Manifest
 from hotrow.data.prepared.job import Settings, Watch
 from hotrow.data.prepared.sources import KINDS, open_source
 from hotrow.data.prepared.work import prepare as prepare_files
-from hotrow.report.document import Table
+from hotrow.report.page import Table
 from hotrow.report.terminal import show_parts
 from hotrow.support.messages import many
 from hotrow.support.units import parse_bytes, show_bytes

@@ -29,8 +29,7 @@ from hotrow.run.config import load
 from hotrow.run.files import plain, to_dict
 from hotrow.study.lookups import Lookups, OfFolder, OfParquet, OfRun
 from hotrow.study.profiling import SLOT_PARTS, DataProfile, profile_lookups
-from hotrow.study.skew import TOP
-from hotrow.study.tracked_rows import BYTES_PER_ROW
+from hotrow.study.tracked_rows import BYTES_PER_ROW, TOP
 from hotrow.support.units import parse_bytes
 
 _BATCH_SIZE = 2048

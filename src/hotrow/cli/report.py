@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -16,9 +17,10 @@ from hotrow.report.page import NEEDS_PLOTLY, page_of
 from hotrow.report.runs import RunView, runs_document
 from hotrow.run.files import RUN_FILE, STEPS_FILE, read_run, read_start, read_steps, to_dict
 from hotrow.run.open_run import find_run, runs_in
+from hotrow.run.tally import Tally
 from hotrow.run.tracing import TRACE_FILE, read_trace
 from hotrow.support.files import Disk
-from hotrow.support.records import RunRecord, StartRecord, Summary
+from hotrow.support.records import RunRecord, StartRecord, StepRecord
 
 REPORT_PAGE = "report.html"
 
@@ -123,30 +125,21 @@ def _view(folder: Path, name: str) -> RunView:
     has_steps, has_ended = ((folder / file).is_file() for file in (STEPS_FILE, RUN_FILE))
     if not has_steps and not has_ended:
         raise ValueError(f"{folder} has neither {RUN_FILE} nor {STEPS_FILE}: it is no run")
-    curve = Curve.of(read_steps(folder)) if has_steps else Curve()
-    record = read_run(folder) if has_ended else _so_far(name, read_start(folder), curve)
+    tally = Tally()
+
+    def noted() -> Iterator[StepRecord]:
+        for step in read_steps(folder) if has_steps else ():
+            tally.add(step)
+            yield step
+
+    curve = Curve(noted())
+    record = read_run(folder) if has_ended else _so_far(name, read_start(folder), tally)
     trace = folder / TRACE_FILE
     spans = read_trace(trace) if trace.is_file() else ()
     return RunView(name, record, curve, spans, values=to_dict(record))
 
 
-def _so_far(name: str, start: StartRecord | None, curve: Curve) -> RunRecord:
+def _so_far(name: str, start: StartRecord | None, tally: Tally) -> RunRecord:
     """Return the record of a run that has not ended, from its start and its steps."""
     start = start or StartRecord("", {}, {}, {})
-    total, nan = curve.total, float("nan")
-    summary = Summary(
-        steps=total.steps,
-        samples=total.samples,
-        seconds=total.seconds,
-        samples_per_second=total.samples_per_second,
-        loss=curve.bins[-1].loss if curve.bins else nan,
-        auc=nan,
-        log_loss=nan,
-        lookups=total.lookups,
-        hit_rate=total.hit_rate,
-        fast_rows_share=nan,
-        bytes_moved=total.bytes_moved,
-    )
-    return RunRecord(
-        name, start.started, "not ended", start.settings, start.environment, start.memory, summary
-    )
+    return RunRecord(name, outcome="not ended", summary=tally.summary(), **asdict(start))

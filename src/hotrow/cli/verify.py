@@ -60,7 +60,8 @@ def verify(
 
     - `hotrow export first --to parquet --out tables`, and after a copy `hotrow verify tables`
     """
-    folders = list(_parts(path)) or list(_parts(runs / path)) or _parts_below(path)
+    below = (part for folder in sorted(path.glob("*/")) for part in _parts(folder))
+    folders = list(_parts(path)) or list(_parts(runs / path)) or list(below)
     if not folders and not path.is_dir():
         raise ValueError(f"there is no folder {path}")
     if not folders and (path / WORK).is_dir():
@@ -105,11 +106,6 @@ def _parts(path: Path) -> Iterator[Path]:
             yield root / latest
     if (path / MODEL_FOLDER / MANIFEST).is_file():
         yield path / MODEL_FOLDER
-
-
-def _parts_below(path: Path) -> list[Path]:
-    inner = sorted(path.glob("*/"))
-    return [part for folder in inner for part in _parts(folder)]
 
 
 def _verify(folder: Path) -> _Verified:

@@ -1,11 +1,11 @@
-"""Charts as data: titles, and lines, bars or spans, which Plotly draws in a reader's browser."""
+"""Charts as data: titles, and lines or bars, which Plotly draws in a reader's browser."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 # Distinct on white and on black.
 COLOURS = (
@@ -39,7 +39,6 @@ class Line(_Series):
     colour: int = 0
     has_dots: bool = False
     is_dashed: bool = False  # shows a line below it
-    labels: ClassVar[Sequence[str]] = ()
 
     def traces(self) -> list[dict[str, Any]]:
         kind = "lines+markers" if self.has_dots or len(self.x) < 3 else "lines"
@@ -67,7 +66,8 @@ class Line(_Series):
 
 @dataclass(frozen=True)
 class Bars(_Series):
-    """Horizontal bars, a label for each; `low` and `high` are drawn upon them."""
+    """Horizontal bars, a label for each; `low` and `high` are drawn upon them. With `starts` they
+    are intervals of time, several on the row of a label."""
 
     name: str
     labels: Sequence[str]
@@ -75,6 +75,7 @@ class Bars(_Series):
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     colour: int = 0
+    starts: Sequence[float] = ()
 
     def traces(self) -> list[dict[str, Any]]:
         bars = self._trace(
@@ -88,26 +89,21 @@ class Bars(_Series):
                 "type": "data", "symmetric": False, "array": _short(above),
                 "arrayminus": _short(below), "thickness": 2, "width": 5,
             }  # fmt: skip
+        if self.starts:
+            hover = "%{y}: %{x:.3~f} from %{base:.3~f}<extra></extra>"
+            bars |= {"base": _short(self.starts), "width": 0.7, "hovertemplate": hover}
         return [bars]
 
 
-@dataclass(frozen=True)
-class Spans(_Series):
-    """Intervals of time, a row for each label."""
-
-    name: str
-    labels: Sequence[str]
-    starts: Sequence[float]
-    lengths: Sequence[float]
-    colour: int = 0
-
-    def traces(self) -> list[dict[str, Any]]:
-        bars = self._trace(
-            type="bar", orientation="h", y=list(self.labels), base=_short(self.starts),
-            x=_short(self.lengths), marker={"color": self.hue}, width=0.7,
-            hovertemplate="%{y}: %{x:.3~f} from %{base:.3~f}<extra></extra>",
-        )  # fmt: skip
-        return [bars]
+def Spans(
+    name: str,
+    labels: Sequence[str],
+    starts: Sequence[float],
+    lengths: Sequence[float],
+    colour: int = 0,
+) -> Bars:
+    """Return intervals of time, a row for each label."""
+    return Bars(name, labels, lengths, colour=colour, starts=starts)
 
 
 @dataclass(frozen=True)
@@ -117,7 +113,7 @@ class Chart:
     title: str
     x: str  # titles of the axes
     y: str
-    series: tuple[Line | Bars | Spans, ...]
+    series: tuple[Line | Bars, ...]
     note: str = ""
     x_format: str = ""  # as in d3-format: ".0%" for shares
     y_format: str = ""
@@ -129,21 +125,21 @@ class Chart:
     gaps: Mapping[Any, str] = field(default_factory=dict)  # in that table: why a point is missing
 
     @property
-    def is_flat(self) -> bool:
-        """Whether labels are at the left, and values go to the right."""
-        return any(not isinstance(series, Line) for series in self.series)
+    def bars(self) -> list[Bars]:
+        """If there are any, labels are at the left, and values go to the right."""
+        return [series for series in self.series if isinstance(series, Bars)]
 
     @property
     def height(self) -> int:
-        if not self.is_flat:
+        if not self.bars:
             return 320
-        labels = {label for series in self.series for label in series.labels}
+        labels = {label for series in self.bars for label in series.labels}
         beside = 1 if self.barmode != "group" else len(self.series)
         return 80 + len(labels) * max(26, 16 * beside)
 
     @property
     def barmode(self) -> str:
-        if any(isinstance(series, Spans) for series in self.series):
+        if any(series.starts for series in self.bars):
             return "overlay"
         return "stack" if self.is_stacked else "group"
 
@@ -152,8 +148,8 @@ class Chart:
         x: dict[str, Any] = {"title": {"text": self.x}, "tickformat": self.x_format}
         y: dict[str, Any] = {"title": {"text": self.y}, "tickformat": self.y_format}
         if self.from_zero:
-            (x if self.is_flat else y)["rangemode"] = "tozero"
-        if self.is_flat:
+            (x if self.bars else y)["rangemode"] = "tozero"
+        if self.bars:
             y |= {"type": "category", "autorange": "reversed"}
             if self.order:
                 y |= {"categoryorder": "array", "categoryarray": list(self.order)}
@@ -167,10 +163,6 @@ class Chart:
         }  # fmt: skip
         data = [trace for series in self.series for trace in series.traces()]
         return {"data": data, "layout": layout}
-
-
-def has_points(chart: Chart) -> bool:
-    return any(trace.get("x") for series in chart.series for trace in series.traces())
 
 
 def library() -> str | None:
@@ -195,10 +187,17 @@ def _short(values: Sequence[float]) -> list[float | None]:
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
 
 
-def lines_by_name(points: Iterable[tuple[str, float, float]]) -> tuple[Line, ...]:
-    """Return a line with dots for each name, of its (x, y) in the order given."""
+def lines_by_strategy(
+    points: Iterable[tuple[str, int | None, float, float]],
+) -> tuple[Line, ...]:
+    """Return a line with dots for each strategy, and of lookahead for each depth, from points of
+    (strategy, depth, x, y)."""
+    points = list(points)
+    depths = {depth for strategy, depth, *_ in points if strategy == "lookahead"}
     named: dict[str, list[tuple[float, float]]] = {}
-    for name, x, y in points:
+    for strategy, depth, x, y in points:
+        is_one_of_many = strategy == "lookahead" and len(depths) > 1
+        name = f"{strategy}, {depth} ahead" if is_one_of_many else strategy
         named.setdefault(name, []).append((x, y))
     return tuple(
         Line(name, [x for x, _ in some], [y for _, y in some], colour=colour, has_dots=True)
@@ -220,9 +219,3 @@ def band(values: Sequence[float], errors: Sequence[float]) -> dict[str, Any]:
         return {}
     pairs = list(zip(values, errors, strict=True))
     return {"low": [v - e for v, e in pairs], "high": [v + e for v, e in pairs]}
-
-
-def name_with_depth(strategy: str, depth: int | None, depths: Collection[int | None]) -> str:
-    """Return the name of a strategy's line; lookahead has one for each depth."""
-    is_one_of_many = strategy == "lookahead" and len(depths) > 1
-    return f"{strategy}, {depth} ahead" if is_one_of_many else strategy

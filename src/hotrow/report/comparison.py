@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from hotrow.report.charts import Bars, Chart, bars_by_name, library
-from hotrow.report.document import (
+from hotrow.report.page import (
     NONE,
     Bullets,
     Charts,
@@ -20,6 +20,7 @@ from hotrow.report.document import (
 )
 from hotrow.support.messages import apart, few, many
 from hotrow.support.records import WORSE_THAN_CONSTANT, ComparisonRecord, Figures
+from hotrow.support.toml import flat
 from hotrow.support.units import show_bytes
 
 _EQUAL = "equal to all-fast"
@@ -164,12 +165,8 @@ def conditions(record: ComparisonRecord) -> str:
 
 def _settings(record: ComparisonRecord) -> Text:
     """Return settings and machine, for repeating the comparison."""
-    lines = [
-        f"{section}.{key} = {value}"
-        for section, values in record.settings.items()
-        for key, value in values.items()
-    ]
-    lines += [f"{key}: {value}" for key, value in record.environment.items()]
+    lines = [f"{key} = {value}" for key, value in flat(record.settings)]
+    lines += [f"{key}: {value}" for key, value in flat(record.environment)]
     return Text("\n".join(lines), "code")
 
 

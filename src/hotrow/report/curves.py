@@ -3,128 +3,60 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hotrow.support.records import StepRecord
 
 MOST_POINTS = 600
+_READ = (
+    "step", "loss", "samples", "seconds", "lookups", "fetched_rows", "bytes_fetched",
+    "bytes_evicted", "waited",
+)  # fmt: skip
+
+Numbers = NDArray[np.float64]
 
 
-@dataclass
-class Bin:
-    """Consecutive steps, added up."""
-
-    first: int = 0
-    last: int = 0
-    steps: int = 0
-    samples: int = 0
-    seconds: float = 0.0
-    lookups: int = 0
-    fetched_rows: int = 0
-    bytes_moved: int = 0
-    losses: int = 0  # finite ones
-    loss_sum: float = 0.0
-    waits: int = 0
-    waited_sum: float = 0.0
-    least_loss: float = math.inf
-    largest_loss: float = -math.inf
-
-    @classmethod
-    def of(cls, step: StepRecord) -> Bin:
-        has_loss, has_wait = math.isfinite(step.loss), not math.isnan(step.waited)
-        return cls(
-            step.step,
-            step.step,
-            1,
-            step.samples,
-            step.seconds,
-            step.lookups,
-            step.fetched_rows,
-            step.bytes_fetched + step.bytes_evicted,
-            has_loss,
-            step.loss if has_loss else 0.0,
-            has_wait,
-            step.waited if has_wait else 0.0,
-            *((step.loss, step.loss) if has_loss else ()),
-        )
-
-    def join(self, later: Bin) -> None:
-        """Add the steps that follow."""
-        for name in _SUMS:
-            setattr(self, name, getattr(self, name) + getattr(later, name))
-        self.first, self.last = self.first or later.first, later.last
-        self.least_loss = min(self.least_loss, later.least_loss)
-        self.largest_loss = max(self.largest_loss, later.largest_loss)
-
-    @property
-    def middle(self) -> float:
-        return (self.first + self.last) / 2
-
-    @property
-    def loss(self) -> float:
-        return _over(self.loss_sum, self.losses)
-
-    @property
-    def samples_per_second(self) -> float:
-        return _over(self.samples, self.seconds)
-
-    @property
-    def hit_rate(self) -> float:
-        return 1 - _over(self.fetched_rows, self.lookups)
-
-    @property
-    def bytes_per_second(self) -> float:
-        return _over(self.bytes_moved, self.seconds)
-
-    @property
-    def waited(self) -> float:
-        return _over(self.waited_sum, self.waits)
-
-
-_SUMS = list(Bin.__dataclass_fields__)[2:-2]
-
-
-def _over(part: float, whole: float) -> float:
-    return part / whole if whole else math.nan
-
-
-@dataclass
 class Curve:
-    """Bins of `width` steps, the last with fewer; the width doubles when there are too many."""
+    """Bins of `width` consecutive steps, the last with fewer: a power of two, so that there are at
+    most `most` bins. Lists have a number for each bin; NaN: it was not measured."""
 
-    most: int = MOST_POINTS
-    width: int = 1
-    bins: list[Bin] = field(default_factory=list)
+    def __init__(self, steps: Iterable[StepRecord] = (), *, most: int = MOST_POINTS) -> None:
+        rows = (tuple(getattr(step, name) for name in _READ) for step in steps)
+        read = np.fromiter(rows, dtype=[(name, np.float64) for name in _READ])
+        self.width = 1
+        while most * self.width < len(read):
+            self.width *= 2
+        starts = np.arange(0, len(read), self.width)
 
-    @classmethod
-    def of(cls, steps: Iterable[StepRecord], *, most: int = MOST_POINTS) -> Curve:
-        curve = cls(most)
-        for step in steps:
-            curve.add(step)
-        return curve
+        def total(values: Numbers) -> Numbers:
+            return np.add.reduceat(values, starts)
 
-    def add(self, step: StepRecord) -> None:
-        if len(self.bins) == self.most and self.bins[-1].steps == self.width:
-            for left, right in zip(self.bins[::2], self.bins[1::2], strict=False):
-                left.join(right)
-            self.bins, self.width = self.bins[::2], 2 * self.width
-        if not self.bins or self.bins[-1].steps == self.width:
-            self.bins.append(Bin())
-        self.bins[-1].join(Bin.of(step))
+        first, last = read["step"][starts], read["step"][self.width - 1 :: self.width]
+        last = np.append(last, read["step"][-1:])[: len(starts)]
+        self.step: list[int] = last.astype(np.int64).tolist()
+        self.middle: list[float] = ((first + last) / 2).tolist()
+        seconds = total(read["seconds"])
+        self.seconds: list[float] = seconds.cumsum().tolist()  # of training, until the bin's end
+        loss, is_finite = read["loss"], np.isfinite(read["loss"])
+        self.loss = _over(total(np.where(is_finite, loss, 0)), total(is_finite * 1.0))
+        least, largest = (np.where(is_finite, loss, limit) for limit in (math.inf, -math.inf))
+        self.least_loss: list[float] = np.minimum.reduceat(least, starts).tolist()
+        self.largest_loss: list[float] = np.maximum.reduceat(largest, starts).tolist()
+        self.samples_per_second = _over(total(read["samples"]), seconds)
+        missed = _over(total(read["fetched_rows"]), total(read["lookups"]))
+        self.hit_rate = [1 - share for share in missed]
+        moved = total(read["bytes_fetched"] + read["bytes_evicted"])
+        self.bytes_per_second = _over(moved, seconds)
+        is_timed, waited = ~np.isnan(read["waited"]), np.nan_to_num(read["waited"])
+        self.waited = _over(total(waited), total(is_timed * 1.0))
+        self.mean_waited = waited.sum() / is_timed.sum() if is_timed.any() else math.nan
 
-    @property
-    def total(self) -> Bin:
-        total = Bin()
-        for part in self.bins:
-            total.join(part)
-        return total
 
-    def values(self, of: Callable[[Bin], float]) -> list[float]:
-        return [of(part) for part in self.bins]
-
-    @property
-    def ends(self) -> list[float]:
-        """Seconds of training until the end of each bin."""
-        return list(accumulate(part.seconds for part in self.bins))
+def _over(part: Numbers, whole: Numbers) -> list[float]:
+    shares = np.full(len(part), math.nan)
+    np.divide(part, whole, out=shares, where=whole != 0)
+    found: list[float] = shares.tolist()
+    return found

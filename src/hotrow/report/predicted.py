@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hotrow.report.charts import Chart, Line, bars_by_name, lines_by_name, name_with_depth
-from hotrow.report.document import (
+from hotrow.report.charts import Chart, Line, bars_by_name, lines_by_strategy
+from hotrow.report.page import (
     NONE,
     Bullets,
     Charts,
@@ -74,11 +74,9 @@ def simulation_document(
 
 
 def _simulated_charts(facts: Sequence[Mapping[str, Any]], is_timed: bool) -> list[Chart]:
-    depths = {each.get("depth") for each in facts if each["strategy"] == "lookahead"}
-
     def lines(key: str) -> tuple[Line, ...]:
-        return lines_by_name(
-            (name_with_depth(each["strategy"], each.get("depth"), depths), each["slots"], each[key])
+        return lines_by_strategy(
+            (each["strategy"], each.get("depth"), each["slots"], each[key])
             for each in facts
             if key in each
         )
@@ -160,13 +158,8 @@ def _rate(option: SizedOption) -> str:
 
 
 def _by_budget(record: SizeRecord, value: Callable[[SizedOption], float]) -> tuple[Line, ...]:
-    depths = {option.depth for option in record.options if option.strategy == "lookahead"}
-    return lines_by_name(
-        (
-            name_with_depth(option.strategy, option.depth, depths),
-            option.budget_bytes / 2**20,
-            value(option),
-        )
+    return lines_by_strategy(
+        (option.strategy, option.depth, option.budget_bytes / 2**20, value(option))
         for option in record.options
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hotrow.report.charts import COLOURS, Chart, Line, band, with_error
-from hotrow.report.document import (
+from hotrow.report.page import (
     Bullets,
     Charts,
     Document,

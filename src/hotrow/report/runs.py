@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hotrow.report.charts import Bars, Chart, Line, Spans, bars_by_name
-from hotrow.report.curves import Bin, Curve
-from hotrow.report.document import (
+from hotrow.report.curves import Curve
+from hotrow.report.page import (
     NONE,
     Bullets,
     Charts,
@@ -24,6 +23,7 @@ from hotrow.report.document import (
 )
 from hotrow.support.messages import many
 from hotrow.support.records import RunRecord, Span
+from hotrow.support.toml import flat
 from hotrow.support.units import show_bytes
 
 _STEPS_SHOWN = 4  # in a timeline
@@ -81,20 +81,17 @@ def runs_document(runs: Sequence[RunView]) -> Document:
 # -- charts ----------------------------------------------------------------------------
 
 
-def _lines(
-    runs: Sequence[RunView], of: Callable[[Bin], float], *, of_loss: bool = False
-) -> tuple[Line, ...]:
-    lines = []
+def _lines(runs: Sequence[RunView], name: str) -> tuple[Line, ...]:
+    lines, of_loss = [], name == "loss"
     for colour, run in enumerate(runs):
         limits: dict[str, Any] = {}
         if of_loss and run.curve.width > 1:
-            limits["low"] = run.curve.values(lambda x: x.least_loss)
-            limits["high"] = run.curve.values(lambda x: x.largest_loss)
-        values = run.curve.values(of)
+            limits = {"low": run.curve.least_loss, "high": run.curve.largest_loss}
+        values = getattr(run.curve, name)
         if any(math.isfinite(value) for value in values):
-            middle = run.curve.values(lambda x: x.middle)
             dashed = of_loss and colour > 0  # losses of exact strategies are equal
-            lines.append(Line(run.name, middle, values, colour=colour, is_dashed=dashed, **limits))
+            line = Line(run.name, run.curve.middle, values, colour=colour, is_dashed=dashed)
+            lines.append(replace(line, **limits))
     return tuple(lines)
 
 
@@ -109,9 +106,7 @@ def losses(runs: Sequence[RunView]) -> Chart:
     note = _binned(runs)
     if any(run.curve.width > 1 for run in runs):
         note += " The band goes from the least to the largest."
-    return Chart(
-        "Training loss", "step", "loss", _lines(runs, lambda x: x.loss, of_loss=True), note
-    )
+    return Chart("Training loss", "step", "loss", _lines(runs, "loss"), note)
 
 
 def aucs(runs: Sequence[RunView]) -> Chart:
@@ -130,9 +125,9 @@ def aucs(runs: Sequence[RunView]) -> Chart:
 
 def speeds(runs: Sequence[RunView]) -> Chart:
     lines = tuple(
-        Line(run.name, run.curve.ends, run.curve.values(lambda x: x.samples_per_second), colour=i)
+        Line(run.name, run.curve.seconds, run.curve.samples_per_second, colour=i)
         for i, run in enumerate(runs)
-        if run.curve.bins
+        if run.curve.step
     )
     title = "seconds of training, without evaluation"
     return Chart("Samples per second", title, "samples/s", lines, _binned(runs), from_zero=True)
@@ -168,21 +163,24 @@ def parts_of_a_step(runs: Sequence[RunView]) -> Chart:
 def waits(runs: Sequence[RunView]) -> Chart:
     return Chart(
         "Training waited for rows", "step", "share of a step",
-        _lines(runs, lambda x: x.waited), y_format=".3~%", from_zero=True,
+        _lines(runs, "waited"), y_format=".3~%", from_zero=True,
         note="On a GPU measured every few steps, between marks in its lanes.",
     )  # fmt: skip
 
 
 def hit_rates(runs: Sequence[RunView]) -> Chart:
     return Chart(
-        "Hit rate", "step", "share of lookups", _lines(runs, lambda x: x.hit_rate),
+        "Hit rate", "step", "share of lookups", _lines(runs, "hit_rate"),
         "The share of lookups that caused no fetch, for batches that were planned meanwhile.",
         y_format=".3~%",
     )  # fmt: skip
 
 
 def link_use(runs: Sequence[RunView]) -> Chart:
-    lines = _lines(runs, lambda x: x.bytes_per_second / 2**20)
+    lines = tuple(
+        replace(line, y=[value / 2**20 for value in line.y])
+        for line in _lines(runs, "bytes_per_second")
+    )
     note = "Between slow and fast memory, both ways."
     return Chart("Moved per second", "step", "MiB/s", lines, note, from_zero=True)
 
@@ -277,7 +275,7 @@ _SUMMARY: dict[str, Callable[[RunView], str]] = {
     "log-loss": lambda run: number(run.record.summary.log_loss, ".4f"),
     "hit rate": lambda run: f"{run.record.summary.hit_rate:.1%}",
     "moved": lambda run: show_bytes(run.record.summary.bytes_moved),
-    "waited": lambda run: number(run.curve.total.waited, ".1%"),
+    "waited": lambda run: number(run.curve.mean_waited, ".1%"),
     "fast memory": lambda run: _memory(run.record),
     "equal to all-fast": lambda run: _EQUALITY[run.record.summary.equal_to_all_fast],
 }
@@ -297,16 +295,8 @@ def _bad(runs: Sequence[RunView]) -> list[tuple[int, str]]:
 
 def _settings_of(record: RunRecord) -> dict[str, str]:
     """Return settings and environment by their full names."""
-    settings = dict(_flat(record.settings))
-    return settings | {f"environment: {key}": value for key, value in _flat(record.environment)}
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{key}.")
-        else:
-            yield f"{before}{key}", NONE if value is None else str(value)
+    every = [*flat(record.settings), *flat(record.environment, "environment: ")]
+    return {name: NONE if value is None else str(value) for name, value in every}
 
 
 def _settings(runs: Sequence[RunView]) -> Iterator[Part]:
@@ -340,7 +330,6 @@ def _hit_rates_by_table(runs: Sequence[RunView]) -> Table:
 
 def _curve(run: RunView) -> dict[str, Any]:
     """Return a run's curve for machines: a list for each quantity, all of the same length."""
-    curve = {"step": run.curve.values(lambda x: x.last), "seconds": run.curve.ends}
-    for name in _IN_CURVE:
-        curve[name] = run.curve.values(attrgetter(name))
+    names = ("step", "seconds", *_IN_CURVE)
+    curve = {name: getattr(run.curve, name) for name in names}
     return {"steps_per_point": run.curve.width, **curve}

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.text import Text as StyledText
 
-from hotrow.report.document import Bullets, Charts, Part, Table, Text, table_of
+from hotrow.report.page import Bullets, Charts, Part, Table, Text, table_of
 
 _GAP = 2  # between columns
 _WRAPPED = 16  # cells: wider headings are wrapped
@@ -62,7 +62,10 @@ def _tables(table: Table, width: int) -> Iterator[rich.table.Table]:
     if not table.rows:
         return
     widths = [
-        max(_head_width(head), *(_cell_width(row[place]) for row in table.rows))
+        max(
+            _head_width(head),
+            *(cell_len(line) for row in table.rows for line in row[place].splitlines()),
+        )
         for place, head in enumerate(table.heads)
     ]
     left = list(range(1, len(widths)))
@@ -98,10 +101,6 @@ def _printed(
         ]
         printed.add_row(*cells, style="bold" if number in table.marked else "")
     return printed
-
-
-def _cell_width(text: str) -> int:
-    return max(map(cell_len, text.splitlines()), default=0)
 
 
 def _head_width(head: str) -> int:

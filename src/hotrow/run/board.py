@@ -17,29 +17,11 @@ from hotrow.support.messages import warn
 from hotrow.support.records import EvalRecord, StepRecord
 
 
-class Board:
-    """Receives the records of a run while it trains. This one ignores them."""
-
-    def step(self, record: StepRecord) -> None: ...
-
-    def evaluation(self, record: EvalRecord) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None: ...
-
-
-def check_board() -> None:
-    """Raise a ValueError if the package is missing."""
-    _events()
-
-
-class TensorBoard(Board):
+class TensorBoard:
     """Event files that `tensorboard --logdir runs` shows under the run's name."""
 
     def __init__(self, folder: Path, config: RunConfig, done: int = 0) -> None:
-        self._event, self._summary, self._log, writer = _events()
+        self._event, self._summary, self._log, writer = event_classes()
         self._writer = writer(str(folder))
         self._config = config
         self._pending = PendingRecords(self._write)
@@ -96,6 +78,9 @@ class TensorBoard(Board):
             self._writes = False
             warn(f"TensorBoard shows no more of this run: {error}. Training goes on")
 
+    def __enter__(self) -> Self:
+        return self
+
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
             self._pending.finish()
@@ -106,8 +91,8 @@ class TensorBoard(Board):
             self._try(self._writer.close)
 
 
-def _events() -> Any:
-    """Return the classes Event, Summary, SessionLog and EventFileWriter."""
+def event_classes() -> Any:
+    """Return Event, Summary, SessionLog and EventFileWriter; a ValueError: none is installed."""
     try:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary

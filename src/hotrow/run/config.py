@@ -172,11 +172,8 @@ class ModelSection:
         for name in ("bottom", "top", "deep", "sequence", "final"):
             for width in getattr(self, name) or ():
                 _at_least(1, **{name: width})
-        self._fill()
-
-    def _fill(self) -> None:
-        """Replace None by defaults, so that the record of a run is complete."""
         takes = _MODELS[self.kind]
+        # Defaults replace None, so that the record of a run is complete.
         for name in (option.name for option in fields(self) if option.default is None):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, takes.get(name))
@@ -297,10 +294,6 @@ class ScheduleSection:
                 f"{self.warmup_steps}"
             )
 
-    @property
-    def is_constant(self) -> bool:
-        return not self.warmup_steps and self.decay_steps is None
-
     def scale(self, step: int) -> float:
         """Return the factor of the rate at a step; the first step is 1."""
         if step < self.warmup_steps:
@@ -313,7 +306,7 @@ class ScheduleSection:
     def drive(self, optimizers: Iterable[torch.optim.Optimizer], taken: int = 0) -> list[LambdaLR]:
         """Return schedules to step after each training step; `taken` steps were taken before. A
         constant rate has none."""
-        if self.is_constant:
+        if not self.warmup_steps and self.decay_steps is None:
             return []
         return [
             LambdaLR(optimizer, lambda taken: self.scale(taken + 1), last_epoch=taken - 1)
@@ -375,10 +368,6 @@ class CheckpointSection:
             raise ValueError(f"log: {error}") from None
         _one_of(("never", "auto"), resume=self.resume)
 
-    @property
-    def is_on(self) -> bool:
-        return self.every_steps is not None or self.every_seconds is not None
-
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -399,6 +388,12 @@ class RunConfig:
                 f"training.check_equality compares all bits with all-fast, and {named.name} trains "
                 "samples in another order, or fewer of them; training.check_equality=false"
             )
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row with its optimizer state."""
+        width = self.model.row_width
+        return 4 * (width + self.embedding.optimizer.rule().state_width(width))
 
 
 def load(path: str | Path | None = None, *, overrides: Iterable[str] = ()) -> RunConfig:

@@ -251,7 +251,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def environment(*, device: str, threads: int) -> dict[str, Any]:
+def environment(device: str) -> dict[str, Any]:
     """Return the facts of the machine and the software that a later reader needs."""
     packages = ("torch", "numpy", "triton")
     gpu = {"gpu": torch.cuda.get_device_name(device)} if device.startswith("cuda") else {}
@@ -260,7 +260,7 @@ def environment(*, device: str, threads: int) -> dict[str, Any]:
         "platform": platform.platform(),
         "processor": platform.machine(),
         "cores": os.cpu_count(),
-        "threads": threads,
+        "threads": torch.get_num_threads(),
         "device": device,
         **gpu,
         "versions": {"hotrow": __version__, **{name: package_version(name) for name in packages}},

@@ -135,12 +135,7 @@ def build(
         first -= first % samples.batches_per_epoch  # such systems start with an epoch
     profile = _profile(config.embedding.profile, samples)
     embedding = _embedding(config, samples, profile)
-    model = MODELS[config.model.kind](
-        embedding,
-        samples.num_dense,
-        **config.model.arguments,
-        generator=torch.Generator().manual_seed(config.run.seed),
-    ).to(embedding.device)  # rows stay where they are
+    model = model_of(config, samples, embedding).to(embedding.device)  # rows stay where they are
     optimizer = dense_optimizer(config.training.optimizer, model, embedding.device)
     trainer: Trainer[AnyBatch] = Trainer(
         model,
@@ -159,6 +154,15 @@ def build(
     return Job(config, samples, embedding, model, optimizer, trainer, done, first)
 
 
+def model_of(config: RunConfig, samples: Samples, embedding: nn.Module) -> nn.Module:
+    return MODELS[config.model.kind](
+        embedding,
+        samples.num_dense,
+        **config.model.arguments,
+        generator=torch.Generator().manual_seed(config.run.seed),
+    )
+
+
 def with_budget(config: RunConfig, samples: Samples) -> RunConfig:
     """Return the configuration with a budget in bytes instead of "auto"."""
     section = config.embedding
@@ -168,8 +172,7 @@ def with_budget(config: RunConfig, samples: Samples) -> RunConfig:
     if not strategy.needs_budget:
         strategy = STRATEGIES["lookahead"]  # for the strategies it is compared with
     groups = group_by_width(tables_of(config, samples))
-    width = config.model.row_width  # the same for all tables
-    row_bytes = [4 * (width + section.optimizer.rule().state_width(width))]
+    row_bytes = [config.row_bytes]  # the same for all tables
     device = usable_device(torch.device(config.run.device))
     share = partial(
         share_out,
@@ -312,16 +315,24 @@ def _system(
     # At least one: a run may have trained all steps before its record was written.
     steps, test = max(1, total_steps(config, samples) - first), _validation(samples)
     epoch = min(steps, samples.batches_per_epoch)
-    skip = None
-    if named.skip is not None:
-        skip_profile = profile if named.system is None else None
-        skip = _skip(named.skip, config, epoch, test, skip_profile)
+    section = config.system
+    skip: RandomDrop | Slipstream | None = None
+    if named.skip == "random-drop":
+        skip = RandomDrop(section.target, batches_per_epoch=epoch)
+    elif named.skip is not None:
+        skip = Slipstream(
+            section.skipping(),
+            hot_budget=section.hot_budget or config.embedding.budget,
+            profile=profile if named.system is None else None,
+            test=test,
+            batches_per_epoch=epoch,
+        )
     if named.system is None:
         return skip
     if named.system == "hotline":
         return Hotline(batches_per_epoch=epoch, skip=skip)
     return FAE(
-        hot_budget=config.system.hot_budget,
+        hot_budget=section.hot_budget,
         profile=profile,
         cold="hybrid" if named.system == "fae-hybrid" else "fetched",
         test=test,
@@ -330,22 +341,6 @@ def _system(
         skip=skip,
         # Whole epochs end by themselves.
         most_samples=steps * config.data.batch_size if steps % epoch else None,
-    )
-
-
-def _skip(
-    name: str,
-    config: RunConfig,
-    epoch: int,
-    test: Iterable[AnyBatch] | None,
-    profile: Profile | None,
-) -> RandomDrop | Slipstream:
-    section = config.system
-    if name == "random-drop":
-        return RandomDrop(section.target, batches_per_epoch=epoch)
-    hot = config.embedding.budget if section.hot_budget is None else section.hot_budget
-    return Slipstream(
-        section.skipping(), hot_budget=hot, profile=profile, test=test, batches_per_epoch=epoch
     )
 
 

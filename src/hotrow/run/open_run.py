@@ -48,9 +48,19 @@ def open_trained(
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     saved = _saved(folder, record)
-    samples = _open_data(config, data)
+    try:
+        samples = open_data(config)
+    except ValueError as error:
+        if config.data.kind == "prepared" and data is None:
+            raise ValueError(f"{error}. If the data lie elsewhere now, say where: --data") from None
+        raise
     if record.data:
-        _refuse_other_data(record, samples, config)
+        trained = Description.read(record.data, where=f"the record of run {record.name}")
+        if texts := trained.differences(Description.of(samples)):
+            raise ValueError(
+                f"{config.data.folder or 'the generated data'} cannot be read by this model, which "
+                f"was trained on other data: {few(texts, between='; ')}"
+            )
     saved.verify()
     job = build(_without_row_state(config, samples), samples)
     saved.check(job.model)
@@ -126,26 +136,6 @@ def _saved(folder: Path, record: RunRecord) -> SavedModel:
     return SavedModel(place)
 
 
-def _open_data(config: RunConfig, data: str | Path | None) -> Samples:
-    try:
-        return open_data(config)
-    except ValueError as error:
-        if config.data.kind == "prepared" and data is None:
-            raise ValueError(f"{error}. If the data lie elsewhere now, say where: --data") from None
-        raise
-
-
-def _refuse_other_data(record: RunRecord, samples: Samples, config: RunConfig) -> None:
-    trained = Description.read(record.data, where=f"the record of run {record.name}")
-    now = Description.read(samples.described(), where="this run")
-    if texts := trained.differences(now):
-        what = config.data.folder or "the generated data"
-        raise ValueError(
-            f"{what} cannot be read by this model, which was trained on other data: "
-            + few(texts, between="; ")
-        )
-
-
 def _without_row_state(config: RunConfig, samples: Samples) -> RunConfig:
     """Return the run without optimizer state in rows: nothing is updated, and with Adam rows take a
     third of the memory.
@@ -153,9 +143,7 @@ def _without_row_state(config: RunConfig, samples: Samples) -> RunConfig:
     The budget stays the same in bytes, and holds more rows. "auto" was decided by the machine that
     trained; a tenth is enough for reading.
     """
-    width, rule = config.model.row_width, config.embedding.optimizer.rule()
-    rows = sum(rows for rows, _ in samples.tables.values())
-    total = 4 * (width + rule.state_width(width)) * rows
+    total = config.row_bytes * sum(rows for rows, _ in samples.tables.values())
     given = config.embedding.budget
     embedding = replace(
         config.embedding,

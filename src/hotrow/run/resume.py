@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ from hotrow.checkpoint.manifest import CHECKPOINT_FILE, MODEL_FILE, NewerFormat
 from hotrow.run.config import RunConfig, from_settings
 from hotrow.run.files import MODEL_FOLDER, read_run, read_steps
 from hotrow.run.job import Job, build
-from hotrow.run.saving import RunState, checkpoints_of, parts_of
+from hotrow.run.saving import RunState, checkpoints_of
 from hotrow.run.source import Description, Samples
 from hotrow.run.strategy_names import find_named
 from hotrow.run.tally import Tally
 from hotrow.support.manifests import in_words
 from hotrow.support.messages import few
+from hotrow.support.toml import flat
 
 # The settings that decide the bits of a run; all others may change when it is resumed. A folder of
 # data is recognized by its contents.
@@ -35,14 +36,14 @@ _NOT_DECIDING = ("data.folder", "data.eval_batches")
 
 
 @dataclass(frozen=True)
-class Resumed:
-    """A run with the state of a checkpoint."""
+class Begun:
+    """A run to be trained: a new one, or with the state of a checkpoint."""
 
     job: Job
-    checkpoint: Path
     tally: Tally
     started: str
-    resumed_after: tuple[int, ...]  # steps, with that of this checkpoint
+    checkpoint: Path | None = None
+    resumed_after: tuple[int, ...] = ()  # steps, with that of this checkpoint
 
 
 def find_run_to_resume(config: RunConfig, runs: Path) -> Path | None:
@@ -102,7 +103,7 @@ def _none_is_whole(root: Path, errors: list[str]) -> ValueError:
     return ValueError(f"no checkpoint in {root} can be used: {few(errors, most=2, between='; ')}")
 
 
-def resume(config: RunConfig, run: Path, samples: Samples, warn: Callable[[str], None]) -> Resumed:
+def resume(config: RunConfig, run: Path, samples: Samples, warn: Callable[[str], None]) -> Begun:
     """Build a job with the state of the newest whole checkpoint; warn of damaged ones."""
     root = checkpoints_of(config.checkpoint, run)
     if (why_not := why_not_latest(root)) is not None:
@@ -134,17 +135,17 @@ def _resume(
     run: Path,
     samples: Samples,
     warn: Callable[[str], None],
-) -> Resumed:
+) -> Begun:
     step, state = checkpoint.step, _state(checkpoint)
     before = from_settings(state.settings, where=f"the settings of {checkpoint.folder}")
     _refuse_other_run(checkpoint.folder, state, before, config, samples)
     job = build(config, samples, done=step, position=state.position)
-    checkpoint.check(job.model, parts_of(job))
+    checkpoint.check(job.model, {"dense_optimizer": job.dense_optimizer})
     _load(job, checkpoint)
     _warn_of_changes(before, config, warn)
     tally = _tally(run, step, warn)
     tally.evaluations = state.evaluations
-    return Resumed(job, checkpoint.folder, tally, state.started, (*state.resumed_after, step))
+    return Begun(job, tally, state.started, checkpoint.folder, (*state.resumed_after, step))
 
 
 def _state(checkpoint: Checkpoint) -> RunState:
@@ -171,7 +172,7 @@ def _refuse_other_run(
     folder: Path, state: RunState, before: RunConfig, config: RunConfig, samples: Samples
 ) -> None:
     data = Description.read(state.data, where=str(folder))
-    now = Description.read(samples.described(), where="this run")
+    now = Description.of(samples)
     if texts := data.differences(now):
         raise _OtherRun(f"{folder} was trained on other data: {few(texts, between='; ')}")
     for section in ("embedding", "training"):
@@ -183,10 +184,10 @@ def _refuse_other_run(
             )
     if not config.checkpoint.strict:
         return
-    settings = dict(_flat(asdict(before)))
+    settings = dict(flat(asdict(before)))
     texts = [
         f"{key} is {_said(value)}, and was {_said(settings[key])}"
-        for key, value in _flat(asdict(config))
+        for key, value in flat(asdict(config))
         if key.startswith(_DECIDING) and key not in _NOT_DECIDING and settings[key] != value
     ]
     if None not in (data.samples, now.samples) and data.samples != now.samples:
@@ -202,15 +203,6 @@ def _said(value: Any) -> str:
     return "left out" if value is None else repr(list(value) if type(value) is tuple else value)
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield values with their keys, such as `training.optimizer.lr`."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
-
-
 def _load(job: Job, checkpoint: Checkpoint) -> None:
     """Load all state. The optimizers keep the settings of the run, which may be new ones."""
 
@@ -218,7 +210,7 @@ def _load(job: Job, checkpoint: Checkpoint) -> None:
         return [group for optimizer in job.optimizers for group in optimizer.param_groups]
 
     before = [{key: _copy(value) for key, value in group.items()} for group in groups()]
-    checkpoint.load(job.model, parts_of(job))
+    checkpoint.load(job.model, {"dense_optimizer": job.dense_optimizer})
     for group, settings in zip(groups(), before, strict=True):
         settings["initial_lr"] = _copy(settings["lr"])  # which schedules multiply
         for key, value in settings.items():

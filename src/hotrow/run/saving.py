@@ -10,8 +10,6 @@ from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
 
-import torch
-
 from hotrow.checkpoint import Save, begin_checkpoint, save_checkpoint
 from hotrow.checkpoint.folder import IN_RUN
 from hotrow.checkpoint.parts import dense_state
@@ -69,7 +67,7 @@ class Saving:
         resumed_after: tuple[int, ...] = (),
         last: Saved | None = None,
         warn: Callable[[str], None],
-        tell: Callable[[Saved], None],
+        tell: Callable[..., None],  # `event`, and its facts
     ) -> None:
         self.last, self._position = last, job.position
         self._job, self._run, self._tally = job, run, tally
@@ -154,12 +152,12 @@ class Saving:
             )
             return
         self._position = position
-        options = {
+        options: dict[str, Any] = {
             "step": step,
             "extra": asdict(self._state(position)),
             "keep": self._section.keep,
             "full_every": self._section.full_every,
-            **parts_of(self._job),
+            "dense_optimizer": self._job.dense_optimizer,
         }
         if not background:
             folder = save_checkpoint(self.root, self._job.model, **options)
@@ -183,7 +181,7 @@ class Saving:
             settings=asdict(config),
             data=self._job.samples.described(),
             evaluations=self._tally.evaluations,
-            environment=environment(device=config.run.device, threads=torch.get_num_threads()),
+            environment=environment(config.run.device),
             position=position,
         )
 
@@ -242,7 +240,7 @@ class Saving:
         self._figures["seconds"] += saved.seconds
         self._figures["pause_seconds"] += saved.pause
         self._figures["waited_seconds"] += saved.waited
-        self._tell(saved)
+        self._tell("checkpoint", **asdict(saved) | {"folder": str(saved.folder)})
 
     def _failed(self, step: int, error: OSError, *, may_stop: bool = True) -> None:
         self._saved_at = monotonic()
@@ -267,8 +265,3 @@ def not_finite(job: Job) -> str | None:
         if weight.is_floating_point() and not bool(weight.isfinite().all()):
             return name
     return None
-
-
-def parts_of(job: Job) -> dict[str, Any]:
-    """Return what a checkpoint holds beside the model."""
-    return {"dense_optimizer": job.dense_optimizer}

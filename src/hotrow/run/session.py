@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,7 +20,7 @@ from hotrow.checkpoint import save_model
 from hotrow.checkpoint.folder import go_back
 from hotrow.checkpoint.model import bytes_of
 from hotrow.embedding.row_verifier import CorruptRows, RowVerifier
-from hotrow.run.board import Board, TensorBoard, check_board
+from hotrow.run.board import TensorBoard, event_classes
 from hotrow.run.config import RunConfig
 from hotrow.run.files import MODEL_FOLDER, RunWriter, environment, now, refuse_busy
 from hotrow.run.job import (
@@ -34,10 +33,10 @@ from hotrow.run.job import (
     told_of,
     total_steps,
 )
-from hotrow.run.resume import Resumed, has_ended, resume
+from hotrow.run.resume import Begun, has_ended, resume
 from hotrow.run.saving import Saved, Saving, not_finite
 from hotrow.run.tally import Tally, limit_of
-from hotrow.run.tracing import ChromeTrace, Traced, Tracing
+from hotrow.run.tracing import ChromeTrace, Traced
 from hotrow.support.records import EvalRecord, Limit, RunRecord, StartRecord, TableRecord
 from hotrow.support.units import show_bytes
 
@@ -50,9 +49,7 @@ class Observer(Protocol):
     def warn(self, message: str) -> None: ...
     def start(self, job: Job, folder: Path) -> None: ...
     def progress(self, title: str, *, steps: int) -> AbstractContextManager[Advance]: ...
-    def differs(self, what: list[str]) -> None: ...
-    def resumed(self, step: int, checkpoint: Path) -> None: ...
-    def saved(self, saved: Saved) -> None: ...
+    def tell(self, event: str, **facts: Any) -> None: ...  # "resumed", "checkpoint", "differs"
     def end(self, result: Result) -> None: ...
 
 
@@ -103,7 +100,7 @@ def train_run(
 ) -> Result | None:
     """Train in a new folder of `runs`, or resume the run in `folder`; None: it has ended."""
     if config.run.tensorboard:
-        check_board()
+        event_classes()  # raises if it is not installed
     if folder is not None:
         refuse_busy(folder)
     samples = open_data(config)
@@ -112,9 +109,8 @@ def train_run(
     samples.split("test")  # refuses an empty split before training
     if config.training.eval_every is not None:
         samples.split("validation")
-    before = None
     if folder is None:
-        job = build(config, samples)
+        begun = Begun(build(config, samples), Tally(), now())
     elif has_ended(folder, config, steps):
         observer.warn(
             f"{folder} has ended, and there is nothing to go on with; more training.epochs, "
@@ -122,24 +118,26 @@ def train_run(
         )
         return None
     else:
-        before = resume(config, folder, samples, observer.warn)
-        job = before.job
+        begun = resume(config, folder, samples, observer.warn)
+    job = begun.job
     with (
         RunWriter(runs, name=config.run.name)
         if folder is None
         else RunWriter.going_on(folder, after=job.done) as run,
-        TensorBoard(run.folder, config, job.done) if config.run.tensorboard else Board() as board,
+        TensorBoard(run.folder, config, job.done)
+        if config.run.tensorboard
+        else nullcontext() as board,
         stop,
     ):
         observer.start(job, run.folder)
-        if before is not None:
-            observer.resumed(job.done, before.checkpoint)
+        if begun.checkpoint is not None:
+            observer.tell("resumed", step=job.done, checkpoint=str(begun.checkpoint))
         if config.run.save:
             _warn_of_little_space(job, run.folder, observer)
-        tracing = Tracing()
+        tracing = None
         if traced is not None:
             tracing = ChromeTrace(run.folder, traced, device=config.run.device)
-        result = Session(job, run, board, observer, stop, tracing, before).run(steps)
+        result = Session(begun, run, board, observer, stop, tracing).run(steps)
         observer.end(result)
     return result
 
@@ -159,31 +157,26 @@ class Session:
 
     def __init__(
         self,
-        job: Job,
+        begun: Begun,
         run: RunWriter,
-        board: Board,
+        board: TensorBoard | None,
         observer: Observer,
         stop: StopAfterStep,
-        tracing: Tracing,
-        before: Resumed | None,
+        tracing: ChromeTrace | None,
     ) -> None:
+        job = begun.job
         self._job, self._run, self._config = job, run, job.config
         self._board, self._observer, self._stop, self._tracing = board, observer, stop, tracing
-        self._tally, started, last = Tally(), now(), None
-        self._resumed_after: tuple[int, ...] = ()
-        if before is not None:
-            self._tally, started = before.tally, before.started
-            self._resumed_after = before.resumed_after
-            last = Saved(before.checkpoint, job.done)
+        self._tally, self._resumed_after = begun.tally, begun.resumed_after
+        last = None if begun.checkpoint is None else Saved(begun.checkpoint, job.done)
         self._saving = Saving(
-            job, run, self._tally, started=started, resumed_after=self._resumed_after, last=last,
-            warn=observer.warn, tell=observer.saved,
+            job, run, self._tally, started=begun.started, resumed_after=self._resumed_after,
+            last=last, warn=observer.warn, tell=observer.tell,
         )  # fmt: skip
-        device, threads = self._config.run.device, torch.get_num_threads()
         self._start = StartRecord(
-            started,
+            begun.started,
             settings=asdict(self._config),
-            environment=environment(device=device, threads=threads),
+            environment=environment(self._config.run.device),
             memory=job.embedding.memory(),
         )
         self._outcome = "failed"
@@ -225,12 +218,17 @@ class Session:
         every, verify_every = training.eval_every, training.verify_every
         verifier = RowVerifier(job.embedding, step=job.done) if verify_every else None
         is_verified = True  # all steps so far
-        with self._observer.progress("training", steps=steps) as advance, self._tracing as tracing:
+        with (
+            self._observer.progress("training", steps=steps) as advance,
+            self._tracing or nullcontext() as tracing,
+        ):
             for record in job.train():
-                tracing.step(tally.steps + 1)
+                if tracing is not None:
+                    tracing.step(tally.steps + 1)
                 tally.add(record)
                 self._run.step(record)
-                self._board.step(record)
+                if self._board is not None:
+                    self._board.step(record)
                 tally.expected = job.known_steps
                 if every and record.step % every == 0 and record.step != tally.expected:
                     self._evaluate()
@@ -263,7 +261,7 @@ class Session:
         place = self._run.folder / MODEL_FOLDER
         if config.run.save:  # first: a later failure does not lose the model
             self._outcome = "interrupted"  # the record of a run that is killed from here on
-            with contextlib.suppress(OSError):  # raised at the end, when it is tried again
+            with suppress(OSError):  # raised at the end, when it is tried again
                 self._finish()  # before the disk may be full
             self._outcome = "failed"
             if why_not is None:
@@ -278,16 +276,11 @@ class Session:
         if config.training.check_equality and not stop.asked:
             self._is_equal = self._is_equal_to_all_fast()
 
-    def _finish(self) -> RunRecord:
-        record = self._record()
-        self._run.finish(record)
-        return record
-
     def _save_last(self) -> None:
         """Save the last step of a run that was stopped, or that has checkpoints."""
         config, saving = self._config, self._saving
-        has_checkpoints = config.checkpoint.is_on or saving.last is not None
-        if has_checkpoints or (self._stop.asked and config.run.save):
+        is_on = config.checkpoint.every_steps or config.checkpoint.every_seconds
+        if is_on or saving.last is not None or (self._stop.asked and config.run.save):
             try:
                 saving.save(self._job.trainer.step)
             except OSError as error:
@@ -305,7 +298,8 @@ class Session:
 
     def _evaluate(self, *, at_end: bool = False) -> None:
         self._tally.evaluations.append(self._job.evaluate(at_end=at_end))
-        self._board.evaluation(self._tally.evaluations[-1])
+        if self._board is not None:
+            self._board.evaluation(self._tally.evaluations[-1])
 
     def _warn_of_divergence(self) -> None:
         losses, last = self._tally.losses, self._saving.last
@@ -350,14 +344,15 @@ class Session:
         unequal = [] if repr(losses) == repr(tally.losses) else ["losses"]
         unequal += differences(self._job, reference)
         if unequal:
-            self._observer.differs(unequal)
+            self._observer.tell("differs", what=unequal)
         return not unequal
 
-    def _record(self) -> RunRecord:
+    def _finish(self) -> RunRecord:
+        """Write the record of the run as it is now."""
         job, tally, start = self._job, self._tally, self._start
         embedding = job.embedding
         traffic = embedding.traffic()
-        return RunRecord(
+        record = RunRecord(
             name=self._run.name,
             started=start.started,
             outcome=self._outcome,
@@ -385,6 +380,8 @@ class Session:
             times=tally.times(),
             limit=self._limit(),
         )
+        self._run.finish(record)
+        return record
 
     def _limit(self) -> Limit | None:
         remedy = self._job.embedding.remedy_for_chunks()

@@ -324,6 +324,10 @@ class Description:
         except msgspec.ValidationError as error:
             raise ValueError(f"{where} is damaged: data: {in_words(error)}") from None
 
+    @classmethod
+    def of(cls, samples: Samples) -> Description:
+        return cls.read(samples.described(), where="this run")
+
     def differences(self, other: Description) -> list[str]:
         """Return why a model that was trained on these data cannot read others."""
         texts = []

@@ -7,10 +7,12 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from hotrow.support.records import EvalRecord, LateStepRecord, Limit, StepRecord, Summary, Times
 
 _SETTLING = 16  # steps that are not timed: caches are cold, and graphs are captured
+_TIMED = ("seconds", "read_seconds", "plan_seconds", "rows_seconds", "chunk_seconds")
 STEPS_BEHIND = 8  # more than a device lags behind the host
 
 
@@ -45,7 +47,7 @@ class Tally:
         self.evaluations: list[EvalRecord] = []
         self.samples = self.lookups = self.fetched_rows = self.rows_moved = self.bytes_moved = 0
         self.seconds = 0.0
-        self._times = Times(0, 0.0, 0.0, 0.0, 0.0)
+        self._times = dict.fromkeys(_TIMED, 0.0)
         self._waits, self._waited = 0, 0.0
 
     def add(self, record: StepRecord) -> None:
@@ -58,15 +60,8 @@ class Tally:
         self.rows_moved += record.fetched_rows + record.loaded_rows + record.evicted_rows
         self.bytes_moved += record.bytes_fetched + record.bytes_evicted
         if self.steps > _SETTLING:
-            before = self._times
-            self._times = Times(
-                before.steps + 1,
-                before.seconds + record.seconds,
-                before.read_seconds + record.read_seconds,
-                before.plan_seconds + record.plan_seconds,
-                before.rows_seconds + record.rows_seconds,
-                chunk_seconds=before.chunk_seconds + record.chunk_seconds,
-            )
+            for name in _TIMED:
+                self._times[name] += getattr(record, name)
             if not math.isnan(record.waited):
                 self._waits += 1
                 self._waited += record.waited
@@ -89,6 +84,10 @@ class Tally:
         return self.evaluations[-1].auc if self.evaluations else math.nan
 
     @property
+    def log_loss(self) -> float:
+        return self.evaluations[-1].log_loss if self.evaluations else math.nan
+
+    @property
     def hit_rate(self) -> float:
         return 1 - self.fetched_rows / self.lookups if self.lookups else 1.0
 
@@ -102,28 +101,27 @@ class Tally:
         return self._waited / self._waits if self._waits else math.nan
 
     def times(self) -> Times | None:
-        if self._times.steps < _SETTLING:
+        if self.steps < 2 * _SETTLING:
             return None
-        return replace(self._times, waited=self.waited)
+        return Times(self.steps - _SETTLING, **self._times, waited=self.waited)
+
+    def facts(self, *names: str) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names}
 
     def summary(
-        self, *, fast_rows_share: float, equal_to_all_fast: bool | None, chunked_batches: int
+        self,
+        *,
+        fast_rows_share: float = math.nan,
+        equal_to_all_fast: bool | None = None,
+        chunked_batches: int = 0,
     ) -> Summary:
         with contextlib.suppress(RuntimeError):  # a device that has failed does not answer
             self.finish()
         return Summary(
-            steps=self.steps,
-            samples=self.samples,
-            seconds=self.seconds,
-            samples_per_second=self.samples_per_second,
-            loss=self.loss,
-            auc=self.auc,
-            log_loss=self.evaluations[-1].log_loss if self.evaluations else math.nan,
-            lookups=self.lookups,
-            hit_rate=self.hit_rate,
+            **self.facts("steps", "samples", "seconds", "samples_per_second", "loss", "auc"),
+            **self.facts("log_loss", "lookups", "hit_rate", "bytes_moved"),
             fast_rows_share=fast_rows_share,
             chunked_batches=chunked_batches,
-            bytes_moved=self.bytes_moved,
             equal_to_all_fast=equal_to_all_fast,
         )
 

@@ -50,19 +50,7 @@ def parse_traced(text: str) -> Traced:
     return Traced(int(options["steps"]), int(options["from"]) if "from" in options else None)
 
 
-class Tracing:
-    """Traces the steps of a run. This one does nothing."""
-
-    def step(self, done: int) -> None:
-        """Note that `done` steps have been taken."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None: ...
-
-
-class ChromeTrace(Tracing):
+class ChromeTrace:
     """Writes the trace to `folder` after its steps, or at the end of the run."""
 
     def __init__(self, folder: Path, traced: Traced, *, device: str) -> None:
@@ -76,6 +64,7 @@ class ChromeTrace(Tracing):
         self._is_ready = self._is_on = False
 
     def step(self, done: int) -> None:
+        """Note that `done` steps have been taken."""
         if self._profile is None:
             return
         if not self._is_ready and done + 1 + _WARM_UP >= self._first:

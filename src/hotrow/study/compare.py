@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import math
+import shutil
 import statistics
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -31,15 +32,7 @@ from hotrow.run.job import open_data, total_steps, with_budget
 from hotrow.run.source import AnyBatch, Samples
 from hotrow.run.strategy_names import followed
 from hotrow.run.tally import Tally
-from hotrow.study.likeness import (
-    SPARE_BYTES,
-    Bits,
-    Distance,
-    Reference,
-    Tolerance,
-    bits_of,
-    room_for_reference,
-)
+from hotrow.study.likeness import Bits, Distance, Reference, Tolerance, bits_of, unlike
 from hotrow.study.systems import (
     SYSTEMS,
     OtherBatches,
@@ -61,6 +54,7 @@ BASELINE = "hybrid"
 USUAL = (REFERENCE, BASELINE, "static", "lru", "scratchpipe", "lookahead")
 _CONTROL_SEEDS = (1, 2)
 _MOST_KEPT = 4 << 30  # bytes of batches in memory
+_SPARE_BYTES = 1 << 28  # of the disk
 _MUCH = 0.1  # share of a run's time
 _SEEDS_DIFFER = 1e-3  # AUC: a smaller difference between two runs may come from their seeds
 _EXPECTED = (ValueError, OSError, MemoryError, torch.OutOfMemoryError)  # without a traceback
@@ -156,7 +150,7 @@ class Comparison:
         warm_up: int | None = None,
         most_kept: int | None = None,
         tolerance: Tolerance = Tolerance(),  # noqa: B008
-        spare_bytes: int = SPARE_BYTES,
+        spare_bytes: int = _SPARE_BYTES,
     ) -> None:
         """`warm_up`: first steps of each repetition that are not timed, by default a tenth.
         `most_kept`: bytes of batches that may stay in memory. `spare_bytes`: of the disk, which
@@ -179,9 +173,7 @@ class Comparison:
         self._reference: Reference | None = None
         self._why_no_distance = ""
         self._left_out: dict[str, SkipRecord] = {}  # by strategies with slipstream
-        width = config.model.row_width
-        width += config.embedding.optimizer.rule().state_width(width)
-        self.rows_bytes = sum(4 * width * rows for rows, _ in samples.tables.values())
+        self.rows_bytes = config.row_bytes * sum(rows for rows, _ in samples.tables.values())
         self.budget_bytes = parse_bytes(config.embedding.budget, total=self.rows_bytes)
 
     @property
@@ -244,8 +236,8 @@ class Comparison:
         self._note_evaluated(entry, system, perf_counter() - started)
         if isinstance(skip := getattr(system, "skip", None), Slipstream):
             self._left_out[entry.kind.name] = skip.record
-        rates = clock.rates(self.warm_up)
-        whole_run = clock.whole_run(self.warm_up, self.steps * self.config.data.batch_size)
+        offered = self.steps * self.config.data.batch_size
+        rates, whole_run = clock.speeds(self.warm_up, offered)
         turn = replace(turn, steps=tally.steps, loss=tally.loss)
         quality = entry.quality
         if quality is None:
@@ -286,9 +278,8 @@ class Comparison:
     def _note(self, entry: Entry, repetition: int, system: System, tally: Tally) -> None:
         """Compare a trained system with all-fast, or with its own first repetition."""
         if entry.bits is not None:
-            unlike = bits_of(system, tally.losses).unlike(entry.bits)
-            if unlike:
-                entry.changes.append(f"repetition {repetition}: {few(unlike, most=3)}")
+            if changed := unlike(bits_of(system, tally.losses), entry.bits):
+                entry.changes.append(f"repetition {repetition}: {few(changed, most=3)}")
             return
         is_reference = entry.kind.name == REFERENCE
         copy = self._make_reference() if is_reference else None
@@ -303,10 +294,12 @@ class Comparison:
         """Keep all-fast's values, if a strategy does not promise equal bits and there is room."""
         if all(entry.kind.contract == "exact" for entry in self.entries):
             return None
-        size, spare = self.rows_bytes, self._spare_bytes
-        reason = room_for_reference(self._folder, size, spare_bytes=spare)
-        if reason is not None:
-            self._why_no_distance = reason
+        free = shutil.disk_usage(self._folder).free
+        if self.rows_bytes + self._spare_bytes > free:
+            self._why_no_distance = (
+                f"to tell how far apart values are, {show_bytes(self.rows_bytes)} of all-fast's "
+                f"rows must lie on the disk of {self._folder}, which has {show_bytes(free)} free"
+            )
             return None
         self._reference = Reference(self._folder, self._tolerance)
         return self._reference
@@ -315,18 +308,18 @@ class Comparison:
         first = self.entries[0]
         if first.bits is None:
             return "not compared", f"{REFERENCE} failed: {first.figures.message}"
-        unlike = bits.unlike(first.bits)
-        if not unlike:
+        names = few(unlike(bits, first.bits), most=3)
+        if not names:
             return "bits", ""
         if entry.kind.contract == "exact":
-            return "no", f"other bits: {few(unlike, most=3)}"
+            return "no", f"other bits: {names}"
         if entry.kind.contract == "changed":
             return "no", "it changes the training, and says so"
         if self._reference is None:
             return "not compared", f"bits differ; {self._why_no_distance}"
         distance = entry.distance = self._reference.distance(system, tally.losses)
         if distance is None:
-            return "no", f"it has other things: {few(unlike, most=3)}"
+            return "no", f"it has other things: {names}"
         return "tolerance" if self._tolerance.holds(distance) else "no", str(distance)
 
     def _measure_rounding(self) -> Iterator[Turn]:
@@ -374,13 +367,12 @@ class Comparison:
     def record(self, outcome: str) -> ComparisonRecord:
         baseline = self._baseline()
         pace = statistics.median(baseline.whole_runs) if baseline is not None else math.nan
-        device = self.config.run.device
         return ComparisonRecord(
             name=self.config.run.name,
             started=self._started,
             outcome=outcome,
             settings=asdict(self.config),
-            environment=environment(device=device, threads=torch.get_num_threads()),
+            environment=environment(self.config.run.device),
             steps=self.steps,
             repetitions=max(entry.repetitions for entry in self.entries),
             warm_up=self.warm_up,
@@ -490,24 +482,17 @@ class _Clock:
         else:
             self._marks.append(self._mark())
 
-    def rates(self, warm_up: int) -> list[float]:
-        """Return samples per second of each step after the warm-up."""
-        return [samples / taken for samples, taken in self._timed(warm_up) if taken > 0]
-
-    def whole_run(self, warm_up: int, offered: int) -> float:
-        """Return samples per second of the whole run after the warm-up; `offered` samples count,
-        skipped ones included."""
-        timed = self._timed(warm_up)
-        seconds = sum(taken for _, taken in timed)
-        before = sum(self._samples[: len(self._samples) - len(timed)])
-        return (offered - before) / seconds if seconds > 0 else math.nan
-
-    def _timed(self, warm_up: int) -> list[tuple[int, float]]:
-        """Return samples and seconds of each step after the warm-up."""
+    def speeds(self, warm_up: int, offered: int) -> tuple[list[float], float]:
+        """Return samples per second of each step after the warm-up, and of the whole run after it,
+        where `offered` samples count, skipped ones included."""
         seconds = self._seconds
         if self._marks:
             self._marks[-1].wait()
             pairs = zip(self._marks[1:], self._marks, strict=False)
             seconds = [math.inf, *(after.since(before) for after, before in pairs)]
             warm_up = max(1, warm_up)  # no mark is before the first step
-        return list(zip(self._samples, seconds, strict=True))[warm_up:]
+        timed = list(zip(self._samples, seconds, strict=True))[warm_up:]
+        total = sum(taken for _, taken in timed)
+        left = offered - sum(self._samples[:warm_up])
+        rates = [samples / taken for samples, taken in timed if taken > 0]
+        return rates, left / total if total > 0 else math.nan

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import shutil
 import struct
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,9 +19,6 @@ import torch
 from torch import Tensor
 
 from hotrow.study.systems import System
-from hotrow.support.units import show_bytes
-
-SPARE_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -73,16 +69,13 @@ class Tolerance:
         )
 
 
-@dataclass(frozen=True)
-class Bits:
-    """SHA-256 sums of losses, of each dense weight and of each table's rows with their state."""
+# SHA-256 sums of losses, of each dense weight and of each table's rows with their state, by name.
+Bits = Mapping[str, str]
 
-    sums: Mapping[str, str]
 
-    def unlike(self, other: Bits) -> list[str]:
-        """Return the names that differ, with those that only one of them has."""
-        names = {**self.sums, **other.sums}
-        return [name for name in names if self.sums.get(name) != other.sums.get(name)]
+def unlike(bits: Bits, others: Bits) -> list[str]:
+    """Return the names that differ, with those that only one of them has."""
+    return [name for name in {**bits, **others} if bits.get(name) != others.get(name)]
 
 
 @dataclass(frozen=True)
@@ -139,7 +132,7 @@ def bits_of(system: System, losses: Sequence[float], *, copy: Reference | None =
         sums[f"rows of table {table}"] = digest.hexdigest()
     if copy is not None:
         copy.finish(system, losses)
-    return Bits(sums)
+    return sums
 
 
 class Reference:
@@ -190,20 +183,6 @@ class Reference:
         ]
         first = next((number for number, step in enumerate(steps, 1) if step.beyond), None)
         return Distance(sum(steps, start=Apart()), total, first)
-
-
-def room_for_reference(
-    folder: Path, num_bytes: int, *, spare_bytes: int = SPARE_BYTES
-) -> str | None:
-    """Return why a reference of so many bytes cannot be kept; None: it can. `spare_bytes` of the
-    disk stay free."""
-    free = shutil.disk_usage(folder).free
-    if num_bytes + spare_bytes <= free:
-        return None
-    return (
-        f"to tell how far apart values are, {show_bytes(num_bytes)} of all-fast's rows must lie on "
-        f"the disk of {folder}, which has {show_bytes(free)} free"
-    )
 
 
 def _array(tensor: Tensor) -> np.ndarray:

@@ -236,8 +236,23 @@ class OfParquet:
         self._file, self._time, self._period = file, time, period
         self._columns = [*categories, *([time] if time else [])]
         self._table_of = {name: (tables or {}).get(name, name) for name in categories}
-        self._check()
-        self._vocabularies = self._numbered()
+        schema = open_parquet(file, mapped=True).schema_arrow
+        for name in self._columns:
+            place_of(name, schema.names, file)
+        for name in categories:
+            if kind_of(value_type(schema.field(name).type)) is None:
+                raise ValueError(
+                    f"{file}: column {name!r} of {schema.field(name).type} cannot be a category: "
+                    "only whole numbers and texts can, and lists of them"
+                )
+        tallies = {table: Tally("uint64") for table in dict.fromkeys(self._table_of.values())}
+        for columns in self._tables(_READ_TOGETHER):
+            for name, table in self._table_of.items():
+                tallies[table].add(Counted.of(_keys_of(columns, name)[0]))
+        self._vocabularies = {
+            table: Vocabulary(tally.vocabulary(min_frequency=1, max_rows=None)[0])
+            for table, tally in tallies.items()
+        }
         self.rows = {table: len(each.keys) for table, each in self._vocabularies.items()}
         if not sum(self.rows.values()):
             raise ValueError(f"{file} has no value in {few(categories)}")
@@ -245,17 +260,6 @@ class OfParquet:
         self._base_of = dict(zip(self.rows, bases, strict=False))
         all_batches = -(-open_parquet(file, mapped=True).metadata.num_rows // batch_size)
         self.num_batches = min(all_batches, batches or all_batches)
-
-    def _check(self) -> None:
-        schema = open_parquet(self._file, mapped=True).schema_arrow
-        for name in self._columns:
-            place_of(name, schema.names, self._file)
-        for name in self._table_of:
-            if kind_of(value_type(schema.field(name).type)) is None:
-                raise ValueError(
-                    f"{self._file}: column {name!r} of {schema.field(name).type} cannot be a "
-                    "category: only whole numbers and texts can, and lists of them"
-                )
 
     def _tables(self, size: int) -> Iterator[Any]:
         """Yield `size` samples at a time as Arrow tables; the last one may have fewer."""
@@ -269,16 +273,6 @@ class OfParquet:
                 rest = rest.slice(size)
         if rest is not None and rest.num_rows:
             yield rest
-
-    def _numbered(self) -> dict[str, Vocabulary]:
-        tallies = {table: Tally("uint64") for table in dict.fromkeys(self._table_of.values())}
-        for columns in self._tables(_READ_TOGETHER):
-            for name, table in self._table_of.items():
-                tallies[table].add(Counted.of(_keys_of(columns, name)[0]))
-        return {
-            table: Vocabulary(tally.vocabulary(min_frequency=1, max_rows=None)[0])
-            for table, tally in tallies.items()
-        }
 
     def batches(self) -> Iterator[LookupBatch]:
         start: int | None = None

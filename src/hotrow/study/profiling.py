@@ -23,19 +23,24 @@ from numpy.typing import NDArray
 from hotrow.engine.profile import Counts as TableCounts
 from hotrow.sizing.reuse import LONGEST_HOLD, MissCurve, Reuse, belady, floor_of
 from hotrow.study.lookups import LookupBatch, Lookups
-from hotrow.study.skew import Coverage, Estimate, ZipfFit, coverage, distinct, mean_of, zipf_fit
 from hotrow.study.tracked_rows import (
     GROUPS,
-    Choice,
+    Coverage,
     Drift,
     Drifting,
+    Estimate,
     Read,
     TrackedRows,
     WorkingSet,
     WorkingSets,
+    ZipfFit,
     choose,
+    coverage,
+    distinct,
     fitting_rows,
+    mean_of,
     unique,
+    zipf_fit,
 )
 from hotrow.support.messages import few
 
@@ -142,16 +147,18 @@ def profile_lookups(
     batches = iter(lookups.batches())
     for_next_uses = memory_bytes // _NEXT_USES_PART
     most = fitting_rows(memory_bytes - for_next_uses, num_rows)
+    sizes = np.array(list(lookups.rows.values()), dtype=np.int64)
     pilot: list[LookupBatch] = []
-    choice = Choice(num_rows)
     if most < num_rows:
         pilot = _pilot(batches, memory_bytes // _PILOT_PART)
-        ids, counts = unique(np.concatenate([batch.ids for batch in pilot]))
-        choice = choose(num_rows, most, ids, counts, seed=seed)
-        del ids, counts
+        first_ids = unique(np.concatenate([batch.ids for batch in pilot]))
+        rows = choose(sizes, most, *first_ids, seed=seed)
+        del first_ids
+    else:
+        rows = TrackedRows(sizes)
     wanted = slots if slots is not None else (part * num_rows for part in SLOT_PARTS)
     counting = _Counting(
-        TrackedRows(choice, np.array(list(lookups.rows.values()), dtype=np.int64)),
+        rows,
         slots=[max(1, int(count)) for count in wanted],
         first=first,
         hot_part=hot_part,
@@ -193,7 +200,7 @@ class _Counting:
         self._accesses = np.zeros(tables, dtype=np.int64)
         self._unique = np.zeros(tables, dtype=np.int64)
         self._samples = self._batches = self._largest_batch = 0
-        samples = 1 if rows.choice.is_exact else GROUPS
+        samples = 1 if rows.is_exact else GROUPS
         self._reuse = [
             Reuse(slots, first=first, next_uses_bytes=next_uses_bytes // samples)
             for _ in range(samples)
@@ -229,11 +236,11 @@ class _Counting:
             self._drift.add(int(batch.periods[low]), part)
 
     def _add_reuse(self, last_use: NDArray[np.int32], places: NDArray[Any]) -> None:
-        if self._rows.choice.is_exact:
+        if self._rows.is_exact:
             self._reuse[0].add(last_use)
             return
         group = self._rows.groups_of(places)
-        weights = np.where(group == 0, 1.0, self._rows.choice.weight * GROUPS)
+        weights = np.where(group == 0, 1.0, self._rows.weight * GROUPS)
         for number, reuse in enumerate(self._reuse, start=1):
             is_in = (group == 0) | (group == number)
             reuse.add(last_use[is_in], weights[is_in])
@@ -241,12 +248,12 @@ class _Counting:
     # -- results -----------------------------------------------------------------------
 
     def result(self, lookups: Lookups, advance: Advance, started: float) -> Profiled:
-        rows, choice = self._rows, self._rows.choice
+        rows = self._rows
         drift = self._drift.result()
         rows.forget_uses()
         places, ids = rows.read_rows(rows.counts)
         spans = [*pairwise(np.searchsorted(ids, rows.bases).tolist())]
-        working_sets = self._working_sets.result(choice.weight)
+        working_sets = self._working_sets.result(rows.weight)
         # Each table, and last all of them together.
         accesses, per_batch = (
             [*counts.tolist(), int(counts.sum())] for counts in (self._accesses, self._unique)
@@ -273,7 +280,7 @@ class _Counting:
             )
         hottest = places[np.argsort(-rows.counts[places], kind="stable")]
         curves, notes = self._curves(hottest)
-        if not choice.is_exact:
+        if not rows.is_exact:
             notes.append("drift and static misses are estimates with no error of their own")
         floors = [floor_of(self._reuse, count) for count in range(2, LONGEST_HOLD + 1)]
         profile = DataProfile(
@@ -286,8 +293,8 @@ class _Counting:
             all_hot=self._all_hot(lookups.batches(), hottest, advance),
             curves=tuple(curves),
             floors=(self._largest_batch, *floors),
-            followed_rows=choice.num_tracked,
-            sampled_part=1 / choice.weight,
+            followed_rows=len(rows.counts),
+            sampled_part=1 / rows.weight,
             notes=tuple(notes),
             seconds=time.monotonic() - started,
         )
@@ -315,15 +322,15 @@ class _Counting:
 
     def _static(self, hottest: NDArray[np.int64], lru: MissCurve) -> MissCurve:
         """Return the misses if the hottest rows stay, as many as leave room for any batch."""
-        weights = self._rows.weights_of(hottest)
         uses = self._rows.uses[hottest]
         room = np.maximum(0, lru.slots - self._largest_batch)
-        if weights is None:
-            hits = np.concatenate([[0], uses.cumsum(dtype=np.int64)])
+        if self._rows.is_exact:  # in less memory
+            hits = np.append(0, uses.cumsum(dtype=np.int64))
             saved = hits[np.minimum(room, len(uses))].astype(np.float64)
         else:
-            ranks = np.concatenate([[0.0], weights.cumsum()])
-            saved = np.interp(room, ranks, np.concatenate([[0.0], (uses * weights).cumsum()]))
+            weights = self._rows.weights_of(hottest)
+            hits = np.append(0.0, (uses * weights).cumsum())
+            saved = np.interp(room, np.append(0.0, weights.cumsum()), hits)
         misses = np.maximum(0, lru.unique_rows - saved)
         misses = np.where(np.isnan(lru.misses), np.nan, misses)
         return replace(lru, policy="static", misses=misses, low=misses, high=misses)
@@ -331,9 +338,9 @@ class _Counting:
     def _all_hot(
         self, batches: Iterator[LookupBatch], hottest: NDArray[np.int64], advance: Advance
     ) -> AllHot:
-        num_rows = self._rows.choice.num_rows
+        num_rows = self._rows.num_rows
         budgets = np.unique([max(1, int(part * num_rows)) for part in HOT_PARTS])
-        ranks = _Ranks(self._rows.choice, hottest)
+        ranks = _Ranks(self._rows, hottest)
         fewest = np.zeros(len(budgets) + 1, dtype=np.int64)
         for batch in batches:
             coldest = batch.per_sample(ranks.of(batch.ids))
@@ -347,23 +354,23 @@ class _Counting:
 class _Ranks:
     """Ranks of rows, the hottest first; sampled rows count as the coldest."""
 
-    def __init__(self, choice: Choice, hottest: NDArray[np.int64]) -> None:
-        self._choice, self.known = choice, choice.num_rows
-        size = choice.num_rows
-        if choice.certain is not None:
-            size = len(choice.certain)
+    def __init__(self, rows: TrackedRows, hottest: NDArray[np.int64]) -> None:
+        self._rows, self.known = rows, rows.num_rows
+        size = rows.num_rows
+        if rows.certain is not None:
+            size = len(rows.certain)
             hottest = hottest[hottest < size]
             self.known = len(hottest)
-        self._coldest = np.int32(min(choice.num_rows, 2**31 - 1))
+        self._coldest = np.int32(min(rows.num_rows, 2**31 - 1))
         self._ranks = np.full(size + 1, self._coldest, dtype=np.int32)
         self._ranks[hottest] = np.arange(len(hottest), dtype=np.int32)
         self._ranks[-1] = -1  # of padding, whose id is -1
 
     def of(self, ids: NDArray[Any]) -> NDArray[np.int32]:
-        if self._choice.certain is None:
+        if self._rows.is_exact:
             ranks: NDArray[np.int32] = self._ranks[ids]
             return ranks
-        at, is_certain = self._choice.find(ids)
+        at, is_certain = self._rows.find(ids)
         ranks = np.where(is_certain, self._ranks[at], self._coldest)
         return np.where(ids < 0, np.int32(-1), ranks)
 

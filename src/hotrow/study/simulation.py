@@ -17,7 +17,7 @@ from hotrow.sizing.machines import Machine
 from hotrow.sizing.reuse import RowReuse, belady
 from hotrow.sizing.simulator import Simulated, simulate
 from hotrow.study.lookups import OfRun
-from hotrow.study.sizing import StepModel, planning_ms_of, row_bytes_of
+from hotrow.study.sizing import StepModel, planning_ms_of
 from hotrow.support.messages import did_you_mean
 
 CACHING = [name for name, strategy in STRATEGIES.items() if strategy.has_slots]
@@ -109,9 +109,13 @@ class Simulation:
         floors: dict[str, int] = {}  # slots from which on batches fit with those in flight
         if reuse is not None:
             floors = {each.name: reuse.floor(each.hold.batches) for each in self.strategies}
-        facts = [_facts(each, model, row_bytes_of(config), floors) for each in simulated]
-        bound = self._bound(reuse)
-        return list(_with_bound(facts, bound)), _conditions(first, trace.num_rows, model, floors)
+        facts, least = [], self._bound(reuse)
+        for size in self.slots:
+            planned = [each for each in simulated if each.slots == size]
+            facts += [_facts(each, model, config.row_bytes, floors) for each in planned]
+            if size in least:
+                facts.append(_bound_facts(planned[-1], least[size]))
+        return facts, _conditions(first, trace.num_rows, model, floors)
 
     def _watched(self, reuse: RowReuse | None) -> Iterator[Tensor]:
         for batch in self.trace.batches(self.total_batches):
@@ -184,22 +188,16 @@ def _facts(
     }
 
 
-def _with_bound(
-    facts: Sequence[dict[str, Any]], least: Mapping[int, float]
-) -> Iterator[dict[str, Any]]:
-    """Yield the bound after the strategies of each number of slots."""
-    for each, following in zip(facts, [*facts[1:], None], strict=True):
-        yield each
-        size = each["slots"]
-        if size in least and (following is None or following["slots"] != size):
-            lookups, batches = each["lookups"], each["batches"]
-            yield {
-                "strategy": "belady",
-                "slots": size,
-                "batches": batches,
-                "lookups": lookups,
-                "unique_rows": each["unique_rows"],
-                "fetched_rows": round(least[size] * batches),
-                "hit_rate": 1 - least[size] * batches / max(1, lookups),
-                "rows_per_batch": least[size],
-            }
+def _bound_facts(simulated: Simulated, least: float) -> dict[str, Any]:
+    """Return the facts of Belady's bound, with the slots of a strategy."""
+    lookups, batches = simulated.lookups, simulated.batches
+    return {
+        "strategy": "belady",
+        "slots": simulated.slots,
+        "batches": batches,
+        "lookups": lookups,
+        "unique_rows": simulated.unique_rows,
+        "fetched_rows": round(least * batches),
+        "hit_rate": 1 - least * batches / max(1, lookups),
+        "rows_per_batch": least,
+    }

@@ -9,27 +9,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from time import perf_counter
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from hotrow.embedding.arguments import usable_device
-from hotrow.embedding.collection import EmbeddingBagCollection, EmbeddingCollection
 from hotrow.engine.strategy import STRATEGIES, Strategy
-from hotrow.models import MODELS
 from hotrow.run.config import EmbeddingSection, RunConfig
-from hotrow.run.job import build, open_data, tables_of
+from hotrow.run.job import build, model_of, open_data, tables_of
+from hotrow.run.serve_template import Tables
 from hotrow.run.strategy_names import find_named
 from hotrow.sizing.budgets import (
     LEFT,
-    Point,
     budget_for,
     buffer_part_of,
-    first_reaching,
     geometric,
     plan_bytes_of,
 )
@@ -76,11 +74,6 @@ def machine_of(name: str, config: RunConfig) -> Machine:
     return measure(usable_device(torch.device(config.run.device)))
 
 
-def row_bytes_of(config: RunConfig) -> int:
-    width = config.model.row_width
-    return 4 * (width + config.embedding.optimizer.rule().state_width(width))
-
-
 def planning_ms_of(simulated: Simulated, machine: Machine) -> float:
     """Return the time to plan a batch here, without sorting, which all-fast does as well."""
     sorting = machine.sort_ns * simulated.lookups * 1e-6
@@ -102,12 +95,11 @@ class StepModel:
     ) -> None:
         """`dense_ms`: see `base_of`."""
         self.machine, self.batch_size = machine, config.data.batch_size
-        row_bytes = row_bytes_of(config)
         self.work = Work(
             lookups=lookups,
             unique_rows=unique_rows,
-            row_bytes=row_bytes,
-            table_bytes=num_rows * row_bytes,
+            row_bytes=config.row_bytes,
+            table_bytes=num_rows * config.row_bytes,
             vector_bytes=4 * config.model.row_width,
         )
         self.base = base_of(config, machine, self.work, given_ms=dense_ms)
@@ -182,19 +174,8 @@ def _timed(config: RunConfig, work: Work, most_bytes: int) -> Base | None:
 
 def _dense_weights(config: RunConfig) -> int:
     """Count the weights of the model's matrices, built without the rows of its tables."""
-    samples, is_sequence = open_data(config), config.model.num_steps is not None
-    tables = [
-        replace(table, num_embeddings=2, padding_idx=1 if is_sequence else None)
-        for table in tables_of(config, samples)
-    ]
-    kind = EmbeddingCollection if is_sequence else EmbeddingBagCollection
-    rule = config.embedding.optimizer.rule()
-    model = MODELS[config.model.kind](
-        kind(tables=tables, optimizer=rule, strategy="all-fast"),
-        samples.num_dense,
-        **config.model.arguments,
-        generator=torch.Generator().manual_seed(0),
-    )
+    samples = open_data(config)
+    model = model_of(config, samples, Tables(cast(Any, tables_of(config, samples))))
     return sum(weight.numel() for weight in model.parameters() if weight.dim() > 1)
 
 
@@ -206,12 +187,12 @@ class Planned:
     """A strategy that the planner was run for, at some numbers of slots."""
 
     strategy: Strategy
-    depth: int
-    fetched: Rows  # times lru's, interpolated in the logarithm of slots
-    planning_ms: float | None  # of a batch, where that was measured on the machine in question
+    fetched: Rows = field(default_factory=lambda: np.zeros(0))  # by slots
+    depth: int = 0
+    planning_ms: float | None = None  # of a batch, where that was measured on the machine
 
 
-class Sizing:
+class Sizing(StepModel):
     """What a run needs at every number of slots, from its trace."""
 
     def __init__(
@@ -225,7 +206,7 @@ class Sizing:
         dense_ms: float | None = None,
         on_batch: Callable[[], None] = lambda: None,
     ) -> None:
-        self.config, self.machine = config, machine
+        self.config = config
         self._batches, self._warm_up, self._depths = batches, warm_up, sorted(set(depths))
         self._on_batch = on_batch
         trace = OfRun(
@@ -245,7 +226,7 @@ class Sizing:
         total, lru = self.profile.total, self.profile.curve("lru")
         self.slots: list[int] = lru.slots.tolist()
         self._lru = lru.per_batch
-        self._model = StepModel(
+        super().__init__(
             config,
             machine,
             lookups=total.accesses / max(1, self.profile.batches),
@@ -253,7 +234,6 @@ class Sizing:
             num_rows=trace.num_rows,
             dense_ms=dense_ms,
         )
-        self.work, self.base = self._model.work, self._model.base
         # Rows of the warm-up: with no more slots, the trace shows what lru fetches in the long run.
         self.settled_slots = float(total.distinct.value - self._lru[-1] * lru.batches)
         # With more, other strategies would keep rows that the trace reads for the first time.
@@ -268,6 +248,8 @@ class Sizing:
         return (1 - LEFT) * self.machine.memory_gib * 2**30 or math.inf  # it may be unknown
 
     def _budget_bytes(self, slots: int, strategy: Strategy) -> int:
+        if strategy.everything:
+            return self._num_rows * self.work.row_bytes
         return budget_for(
             slots,
             row_bytes=self.work.row_bytes,
@@ -299,22 +281,42 @@ class Sizing:
         rows[beyond] = at_edge * (slots[beyond] / edge) ** power * left
         return rows
 
-    def points(
-        self, strategy: Strategy, fetched: Rows, *, planning_ms: float | None = None
-    ) -> Iterator[Point]:
+    def options(self, planned: Planned, wanted_ms: float) -> Iterator[SizedOption]:
         """Yield the budgets that hold a strategy's batches and leave the model its memory."""
         # One batch more than must fit together: pinned rows take slots as well.
-        held = min(strategy.hold.batches + 1, LONGEST_HOLD)
+        held = min(planned.strategy.hold.batches + 1, LONGEST_HOLD)
         floor = min(self.profile.floors[held - 1], self._num_rows)
-        for slots, rows in zip(self.slots, fetched.tolist(), strict=True):
-            budget = self._budget_bytes(slots, strategy)
-            if not math.isnan(rows) and slots >= floor and budget <= self.most_bytes:
-                yield Point(slots, budget, rows, self.time(strategy, rows, planning_ms))
+        for slots, rows in zip(self.slots, planned.fetched.tolist(), strict=True):
+            if not math.isnan(rows) and slots >= floor:
+                option = self.option(planned, slots, rows, wanted_ms)
+                if option.budget_bytes <= self.most_bytes:
+                    yield option
 
-    def time(
-        self, strategy: Strategy, fetched: float, planning_ms: float | None = None
-    ) -> StepTime:
-        return self._model.time(strategy, fetched, planning_ms=planning_ms)
+    def option(self, planned: Planned, slots: int, fetched: float, wanted_ms: float) -> SizedOption:
+        strategy = planned.strategy
+        time = self.time(strategy, fetched, planning_ms=planned.planning_ms)
+        rate = 1e3 * self.batch_size / time.ms
+        return SizedOption(
+            strategy=strategy.name,
+            budget_bytes=self._budget_bytes(slots, strategy),
+            slots=slots,
+            slot_share=slots / self._num_rows,
+            pinned_share=1.0
+            if strategy.everything
+            else strategy.pinned_part * strategy.learns_pins,
+            depth=planned.depth,
+            fill=time.form,
+            moved_rows=2 * fetched,
+            step_ms=time.ms,
+            planning_ms=time.planning_ms,
+            moving_ms=time.moving_ms,
+            of_all_fast=self.base.ms / time.ms,
+            samples_per_second=rate,
+            low_samples_per_second=rate / (1 + self.error),
+            high_samples_per_second=rate * (1 + self.error),
+            limit=time.limit,
+            reaches=time.ms <= wanted_ms,
+        )
 
     def planned(self, slots: Sequence[int]) -> Iterator[Planned]:
         """Run the planner with some numbers of slots: `lru`, `static`, look-ahead by depth."""
@@ -341,7 +343,7 @@ class Sizing:
             if strategy.overlapped:  # a larger depth never fetches more
                 fetched = fewest = np.minimum(fetched, fewest)
             measured = None if self.machine.is_gpu else planning
-            yield Planned(strategy, results[0].depth, fetched, measured)
+            yield Planned(strategy, fetched, results[0].depth, measured)
 
     def _over_recent(
         self, planned: Sequence[int], over: Sequence[float], strategy: Strategy
@@ -368,28 +370,25 @@ class Sizing:
 
 def size(sizing: Sizing, *, reach: float) -> SizeRecord:
     """Return the smallest budget with `reach` of all-fast's speed, of any strategy."""
-    wanted = sizing.base.ms / reach
-    everything = _everything(sizing, wanted)
-    options = []
-    for planned in sizing.planned(_worth_planning(sizing, wanted)):
-        points = sizing.points(planned.strategy, planned.fetched, planning_ms=planned.planning_ms)
-        options += [
-            _option(sizing, planned.strategy, planned.depth, point, wanted)
-            for point in points
-            if point.budget_bytes < everything.budget_bytes  # else all-fast takes no more
-        ]
+    wanted, work, rows = sizing.base.ms / reach, sizing.work, sizing.profile.total.rows
+    everything = sizing.option(Planned(STRATEGIES["all-fast"]), rows, 0.0, wanted)
+    options = [
+        option
+        for planned in sizing.planned(_worth_planning(sizing, wanted))
+        for option in sizing.options(planned, wanted)
+        if option.budget_bytes < everything.budget_bytes  # else all-fast takes no more
+    ]
     best = [
         _best([option for option in options if option.strategy == name])
         for name in dict.fromkeys(option.strategy for option in options)
     ]
     chosen, notes = _choose(sizing, best, everything, reach)
-    work = sizing.work
     return SizeRecord(
         name=sizing.config.run.name,
         machine=asdict(sizing.machine),
         reach=reach,
         rows_bytes=int(work.table_bytes),
-        num_rows=sizing.profile.total.rows,
+        num_rows=rows,
         batch_size=sizing.config.data.batch_size,
         lookups=work.lookups,
         unique_rows=work.unique_rows,
@@ -407,49 +406,20 @@ def _worth_planning(sizing: Sizing, wanted: float) -> list[int]:
     """Return slots around the answer, if look-ahead fetched what lru does, up to the most for which
     the trace is fair."""
     recent = sizing.least_recent()
-    points = list(sizing.points(STRATEGIES["lookahead"], recent))
-    points = points or list(sizing.points(STRATEGIES["lru"], recent))
-    if not points:
+    for name in ("lookahead", "lru"):
+        options = list(sizing.options(Planned(STRATEGIES[name], recent), wanted))
+        if options:
+            break
+    else:
         raise ValueError(
             "no budget leaves the model its part of memory: slots for the rows of two batches, "
             f"{sizing.profile.floors[1]:,} of {sizing.work.row_bytes:,} bytes, do not fit "
             f"{_memory(sizing)}; lower data.batch_size"
         )
-    sizes, enough = [point.slots for point in points], first_reaching(points, wanted)
-    fair = max(1, sum(slots <= sizing.fair_slots for slots in sizes))
-    last = fair if enough is None else min(fair, sizes.index(enough.slots) + 1)
-    return sizes[:last][::-2][:_PLANNED][::-1]
-
-
-def _option(
-    sizing: Sizing, strategy: Strategy, depth: int, point: Point, wanted: float
-) -> SizedOption:
-    rate = 1e3 * sizing.config.data.batch_size / point.time.ms
-    return SizedOption(
-        strategy=strategy.name,
-        budget_bytes=point.budget_bytes,
-        slots=point.slots,
-        slot_share=point.slots / sizing.profile.total.rows,
-        pinned_share=strategy.pinned_part if strategy.learns_pins else 0.0,
-        depth=depth,
-        fill=point.time.form,
-        moved_rows=2 * point.fetched_rows,
-        step_ms=point.time.ms,
-        planning_ms=point.time.planning_ms,
-        moving_ms=point.time.moving_ms,
-        of_all_fast=sizing.base.ms / point.time.ms,
-        samples_per_second=rate,
-        low_samples_per_second=rate / (1 + sizing.error),
-        high_samples_per_second=rate * (1 + sizing.error),
-        limit=point.time.limit,
-        reaches=point.time.ms <= wanted,
-    )
-
-
-def _everything(sizing: Sizing, wanted: float) -> SizedOption:
-    rows, all_fast = sizing.profile.total.rows, STRATEGIES["all-fast"]
-    point = Point(rows, rows * sizing.work.row_bytes, 0.0, sizing.time(all_fast, 0.0))
-    return replace(_option(sizing, all_fast, 0, point, wanted), pinned_share=1.0)
+    fair = max(1, sum(option.slots <= sizing.fair_slots for option in options))
+    enough = (place for place, option in enumerate(options, start=1) if option.reaches)
+    last = min(fair, next(enough, fair))
+    return [option.slots for option in options[:last][::-2][:_PLANNED][::-1]]
 
 
 def _best(options: Sequence[SizedOption]) -> SizedOption:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -17,11 +18,11 @@ from torch import Tensor
 from hotrow.engine.strategy import STRATEGIES
 from hotrow.inputs.samples import take
 from hotrow.run.config import RunConfig
-from hotrow.run.job import build, dense_weights, skip_of
+from hotrow.run.job import Job, build, dense_weights, skip_of
 from hotrow.run.source import AnyBatch, Samples
 from hotrow.run.strategy_names import PLAIN, SKIPS, Named, find_named
 from hotrow.run.strategy_names import SYSTEMS as NAMED_SYSTEMS
-from hotrow.study.plain import PlainHybrid, why_not_plain
+from hotrow.study.plain import plain_job, why_not_plain
 from hotrow.support.messages import did_you_mean
 from hotrow.support.records import EvalRecord, StepRecord
 from hotrow.systems.slipstream.slipstream import RandomDrop, Slipstream
@@ -98,7 +99,12 @@ def find_system(name: str) -> SystemKind:
 class StrategySystem:
     """A run as `hotrow train` trains it."""
 
-    def __init__(self, config: RunConfig, samples: Samples) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        samples: Samples,
+        build: Callable[[RunConfig, Samples], Job] = build,
+    ) -> None:
         self._job = build(config, samples)
 
     @property
@@ -204,7 +210,7 @@ register(
         "nn.EmbeddingBag with sparse gradients and torch.optim on the CPU, the dense part on the "
         "device",
         "exact up to rounding",
-        build=PlainHybrid,
+        build=partial(StrategySystem, build=plain_job),
         refuses=why_not_plain,
     )
 )

@@ -1,4 +1,4 @@
-"""Counters of rows while a trace is read: uses, working sets and drift.
+"""Counters of rows while a trace is read, and what they tell: skew, working sets and drift.
 
 All rows are tracked while they fit memory. Else rows are sampled by a hash of their ids, so that
 all accesses of a row are seen or none (spatial sampling, as in SHARDS: Waldspurger et al., FAST
@@ -9,6 +9,8 @@ gives the error.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,10 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.popularity import Scatter
+from hotrow.data.popularity import Scatter, Zipf
 from hotrow.sizing.reuse import NEVER
-from hotrow.study.skew import CountedRows, Counts, Estimate
 from hotrow.support.hashing import key_of
+from hotrow.systems.calibrate import student_t
 
 # 21 while counting; at the end, when rows are ranked, up to so many if every row was read.
 BYTES_PER_ROW = 48
@@ -28,39 +30,17 @@ GROUPS = 8
 _DEVIATIONS = 2.6  # of a normal distribution, to either side: they hold 99 %
 WINDOWS = tuple(1 << power for power in range(9))  # batches whose rows are counted together
 
+CONFIDENCE = 0.99  # of the stated errors
+TOP = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # shares of the rows that are reported
+_POINTS_PER_DECADE = 16
+_CLEAR = 10  # accesses from which on a row's rank is not chance
+_STEEPEST = 4.0
+
+Counts = NDArray[np.int64]
+Numbers = NDArray[np.float64]
+Of = Callable[[Counts, Numbers, Numbers], Numbers]  # counts, rows and accesses each stands for
 Ids = NDArray[Any]  # int32 or int64
 Places = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Which rows are tracked."""
-
-    num_rows: int
-    certain: NDArray[np.int64] | None = None  # ids that stand for themselves; None: all rows
-    sampled: int = 0  # rows tracked besides: so many positions of a permutation of all rows
-    seed: int = 0
-
-    @property
-    def is_exact(self) -> bool:
-        return self.certain is None
-
-    @property
-    def weight(self) -> float:
-        """Rows that a sampled one stands for."""
-        return 1.0 if self.certain is None else self.num_rows / self.sampled
-
-    @property
-    def num_tracked(self) -> int:
-        return self.num_rows if self.certain is None else len(self.certain) + self.sampled
-
-    def find(self, ids: Ids) -> tuple[Places, NDArray[np.bool_]]:
-        """Return the places of ids among the certain ones, and whether they are there."""
-        assert self.certain is not None
-        at = np.searchsorted(self.certain, ids)
-        if not len(self.certain):
-            return at, np.zeros(len(ids), np.bool_)
-        return at, np.take(self.certain, at, mode="clip") == ids
 
 
 def fitting_rows(memory_bytes: int, num_rows: int) -> int:
@@ -70,18 +50,19 @@ def fitting_rows(memory_bytes: int, num_rows: int) -> int:
     return min(num_rows - 1, memory_bytes // _SAMPLED_BYTES)
 
 
-def choose(num_rows: int, most: int, ids: Ids, counts: Counts, *, seed: int = 0) -> Choice:
-    """Track all rows, or `most`: half of these the ones that the first batches read most."""
-    if most >= num_rows:
-        return Choice(num_rows)
+def choose(
+    sizes: NDArray[np.int64], most: int, ids: Ids, counts: Counts, *, seed: int = 0
+) -> TrackedRows:
+    """Track `most` rows, half of them those that the first batches read most. `sizes`: rows of each
+    table."""
     if most < 16 * GROUPS:
         raise ValueError(
-            f"--memory has room for {most:,} of {num_rows:,} rows, too few to estimate from; give "
-            f"{16 * GROUPS * _SAMPLED_BYTES:,} bytes at least"
+            f"--memory has room for {most:,} of {sizes.sum():,} rows, too few to estimate from; "
+            f"give {16 * GROUPS * _SAMPLED_BYTES:,} bytes at least"
         )
     hottest = np.argsort(-counts, kind="stable")[: most // 2]
-    hottest = hottest[counts[hottest] > 1]
-    return Choice(num_rows, np.sort(ids[hottest]).astype(np.int64), most - len(hottest), seed)
+    certain = np.sort(ids[hottest[counts[hottest] > 1]]).astype(np.int64)
+    return TrackedRows(sizes, certain, most - len(certain), seed)
 
 
 @dataclass(frozen=True)
@@ -90,7 +71,7 @@ class Read:
 
     places: Places | Ids  # [n]: of the rows among the tracked ones
     counts: Counts  # [n]: lookups of each row
-    weights: NDArray[np.float64] | None  # [n]: rows that each one stands for; None: itself
+    weights: NDArray[np.float64]  # [n]: rows that each one stands for
     edges: NDArray[np.int64]  # [tables + 1]: where the rows of each table begin
     accesses: NDArray[np.int64]  # [tables]: of all rows, tracked or not
     unique: NDArray[np.int64]  # [tables]: likewise
@@ -118,23 +99,40 @@ def unique(ids: Ids) -> tuple[Ids, Counts]:
 
 
 class TrackedRows:
-    """Counters of the rows of a choice, by their places."""
+    """Counters of rows, by their places among the tracked ones."""
 
-    def __init__(self, choice: Choice, sizes: NDArray[np.int64]) -> None:
-        """`sizes`: rows of each table."""
-        self.choice = choice
+    def __init__(
+        self,
+        sizes: NDArray[np.int64],
+        certain: NDArray[np.int64] | None = None,
+        sampled: int = 0,
+        seed: int = 0,
+    ) -> None:
+        """`sizes`: rows of each table. `certain`: ids of rows that stand for themselves, by default
+        all. `sampled` rows are tracked besides: so many positions of a permutation of all rows."""
         self.bases = np.concatenate([[0], sizes.cumsum()])
-        size = choice.num_tracked
+        self.num_rows = int(self.bases[-1])
+        self.certain, self._sampled, self.is_exact = certain, sampled, certain is None
+        size, self.weight = self.num_rows, 1.0  # rows that a sampled one stands for
+        self._ids: NDArray[np.int64] | None = None
+        if certain is not None:
+            size, self.weight = len(certain) + sampled, self.num_rows / sampled
+            self._ids = np.full(size, -1, dtype=np.int64)
+            self._ids[: len(certain)] = certain
+            self._scatter = Scatter(self.num_rows, key=key_of(seed, "followed", 0))
         self.last_use = np.full(size, NEVER, dtype=np.int32)
         self.counts = np.zeros(size, dtype=np.int64)
         self.uses = np.zeros(size, dtype=np.int32)  # batches that read it
         self.period = np.zeros(size, dtype=np.uint32)  # accesses in the current period
         self.hot = np.zeros(size, dtype=np.uint8)  # a bit for each hot set
-        self._ids: NDArray[np.int64] | None = None
-        if choice.certain is not None:
-            self._ids = np.full(size, -1, dtype=np.int64)
-            self._ids[: len(choice.certain)] = choice.certain
-            self._scatter = Scatter(choice.num_rows, key=key_of(choice.seed, "followed", 0))
+
+    def find(self, ids: Ids) -> tuple[Places, NDArray[np.bool_]]:
+        """Return the places of ids among the certain ones, and whether they are there."""
+        assert self.certain is not None
+        at = np.searchsorted(self.certain, ids)
+        if not len(self.certain):
+            return at, np.zeros(len(ids), np.bool_)
+        return at, np.take(self.certain, at, mode="clip") == ids
 
     def read(self, lookups: Ids) -> Read:
         """Return what lookups read, in any order and with repetitions."""
@@ -144,11 +142,11 @@ class TrackedRows:
             raise ValueError(f"there is an id {ids[-1]:,}; the tables have {self.bases[-1]:,} rows")
         accesses, different = _sums(counts, edges), np.diff(edges)
         if self._ids is None:
-            return Read(ids, counts, None, edges, accesses, different)
-        at, is_certain = self.choice.find(ids)
+            return Read(ids, counts, self.weights_of(ids), edges, accesses, different)
+        at, is_certain = self.find(ids)
         drawn = self._scatter(ids.astype(np.int64))
-        is_in = is_certain | (drawn < self.choice.sampled)
-        first_sampled = len(self._ids) - self.choice.sampled
+        is_in = is_certain | (drawn < self._sampled)
+        first_sampled = len(self._ids) - self._sampled
         places = np.where(is_certain, at, first_sampled + drawn)[is_in]
         ids, counts = ids[is_in], counts[is_in]
         self._ids[places] = ids
@@ -157,16 +155,15 @@ class TrackedRows:
 
     def groups_of(self, places: Places) -> NDArray[np.int8]:
         """Return 0 for a row that stands for itself, else the number of its sample."""
-        certain = self.choice.certain
-        assert certain is not None
-        drawn = places - len(certain)
+        assert self.certain is not None
+        drawn = places - len(self.certain)
         return np.where(drawn < 0, 0, 1 + drawn % GROUPS).astype(np.int8)
 
-    def weights_of(self, places: Places) -> NDArray[np.float64] | None:
-        """Return how many rows each of them stands for; None: itself."""
-        if self.choice.certain is None:
-            return None
-        return np.where(places < len(self.choice.certain), 1.0, self.choice.weight)
+    def weights_of(self, places: Places) -> NDArray[np.float64]:
+        """Return how many rows each of them stands for."""
+        if self.certain is None:
+            return np.broadcast_to(1.0, len(places))  # takes no memory
+        return np.where(places < len(self.certain), 1.0, self.weight)
 
     def forget_uses(self) -> None:
         """Free what is not needed after the trace."""
@@ -185,9 +182,134 @@ class TrackedRows:
     def counted(self, places: Places, accesses: int) -> CountedRows:
         """Return how often some rows were read, and how many rows they stand for."""
         counts = self.counts[places]
-        if self.choice.is_exact:
-            return CountedRows(counts, accesses)
-        return CountedRows(counts, accesses, self.groups_of(places), self.choice.weight, GROUPS)
+        groups = None if self.is_exact else self.groups_of(places)
+        return CountedRows(counts, accesses, groups, self.weight)
+
+
+# -- skew ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number and its error, which is 0 where it was counted."""
+
+    value: float
+    error: float = 0.0
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The share of accesses by the number of rows, the hottest first."""
+
+    num_rows: int  # of the table
+    rows: NDArray[np.int64]  # [n], ascending
+    share: Numbers  # [n]
+    error: Numbers  # [n]
+
+    def top(self, part: float) -> Estimate:
+        """Return the share of this part of the table's rows; exact for the parts in TOP."""
+        rows = max(1, math.floor(part * self.num_rows))
+        share = np.interp(rows, self.rows, self.share)
+        return Estimate(float(share), float(np.interp(rows, self.rows, self.error)))
+
+
+@dataclass(frozen=True)
+class ZipfFit:
+    """The exponent whose coverage is nearest. `error`: the largest distance between the two, as a
+    share of the accesses, over the ranks that were read often enough to be known."""
+
+    skew: float
+    error: float
+
+
+@dataclass(frozen=True)
+class CountedRows:
+    """Counts of rows that were read, and how many rows each one stands for."""
+
+    counts: Counts  # [n]
+    accesses: int  # of all rows, tracked or not
+    group: NDArray[np.int8] | None = None  # [n]: 0: it stands for itself; others: its sample
+    weight: float = 1.0  # rows that a sampled one stands for, all groups together
+
+    def estimate(self, of: Of) -> tuple[Numbers, Numbers]:
+        """Return `of(counts, rows each stands for, accesses each stands for)` and its error."""
+        if self.group is None:
+            ones = np.ones(len(self.counts))
+            exact = of(self.counts, ones, ones)
+            return exact, np.zeros_like(exact)
+        numbers = range(1, GROUPS + 1)
+        whole = self._of_samples(of, numbers)
+        mean, error = mean_of([self._of_samples(of, [number]) for number in numbers])
+        # A bias that the smaller samples share is smaller in the whole one.
+        return whole, error + np.abs(whole - mean)
+
+    def _of_samples(self, of: Of, numbers: Sequence[int]) -> Numbers:
+        assert self.group is not None
+        is_in = (self.group == 0) | np.isin(self.group, numbers)
+        counts, is_certain = self.counts[is_in], self.group[is_in] == 0
+        rows = np.where(is_certain, 1.0, self.weight * GROUPS / len(numbers))
+        # All accesses are known, so a sample is scaled to those that are left.
+        rest = self.accesses - int(counts[is_certain].sum())
+        scale = np.where(is_certain, 1.0, rest / max(1, int(counts[~is_certain].sum())))
+        return of(counts, rows, scale)
+
+
+def mean_of(samples: Sequence[Numbers]) -> tuple[Numbers, Numbers]:
+    """Return the mean of independent estimates, and half the width of its Student-t interval."""
+    values = np.array(samples)
+    quantile = student_t((1 + CONFIDENCE) / 2, len(values) - 1)
+    return values.mean(0), quantile * values.std(0, ddof=1) / math.sqrt(len(values))
+
+
+def coverage(counted: CountedRows, num_rows: int) -> Coverage:
+    """Return the coverage at ranks evenly spaced in their logarithm, and at those of TOP."""
+    num_rows = max(1, num_rows)  # a column without any value has none
+    decades = max(1, math.ceil(_POINTS_PER_DECADE * math.log10(max(10, num_rows))))
+    points = np.geomspace(1, num_rows, decades + 1).round().astype(np.int64)
+    top = [max(1, math.floor(part * num_rows)) for part in TOP]
+    points = np.unique(np.concatenate([points, top]))
+
+    def shares(counts: Counts, rows: Numbers, accesses: Numbers) -> Numbers:
+        order = np.argsort(-counts, kind="stable")
+        ranks = np.concatenate([[0.0], rows[order].cumsum()])
+        covered = np.concatenate([[0.0], (counts * accesses)[order].cumsum()])
+        share: Numbers = np.interp(points, ranks, covered) / max(1, counted.accesses)
+        return share
+
+    if counted.group is None:  # the same, in less memory
+        covered = np.concatenate([[0], np.sort(counted.counts)[::-1].cumsum()])
+        share = covered[np.minimum(points, len(covered) - 1)] / max(1, counted.accesses)
+        return Coverage(num_rows, points, share, np.zeros(len(points)))
+    share, error = counted.estimate(shares)
+    return Coverage(num_rows, points, share, error)
+
+
+def distinct(counted: CountedRows, num_rows: int) -> Estimate:
+    count, error = counted.estimate(lambda counts, rows, _: np.array([rows.sum()]))
+    return Estimate(min(float(num_rows), float(count[0])), float(error[0]))
+
+
+def zipf_fit(curve: Coverage, counted: CountedRows) -> ZipfFit:
+    """Minimize the largest distance; NaN without two rows or any access."""
+    clear, _ = counted.estimate(lambda counts, rows, _: np.array([rows[counts >= _CLEAR].sum()]))
+    used = curve.rows <= (clear[0] if clear[0] > 1 else curve.num_rows)
+    if curve.num_rows < 2 or not counted.accesses:
+        return ZipfFit(math.nan, math.nan)
+    rows, share = curve.rows[used].tolist(), curve.share[used]
+
+    def apart(skew: float) -> float:
+        law = Zipf(curve.num_rows, skew)
+        return float(np.abs(share - [law.share(count) for count in rows]).max())
+
+    grid = np.linspace(0, _STEEPEST, 41)
+    nearest = int(np.argmin([apart(skew) for skew in grid.tolist()]))
+    low, high = grid[max(0, nearest - 1)], grid[min(len(grid) - 1, nearest + 1)]
+    for _ in range(24):
+        third = (high - low) / 3
+        left, right = low + third, high - third
+        low, high = (low, right) if apart(float(left)) < apart(float(right)) else (left, high)
+    skew = float(low + high) / 2
+    return ZipfFit(skew, apart(skew))
 
 
 # -- working sets ------------------------------------------------------------------------
@@ -214,14 +336,11 @@ class WorkingSets:
 
     def add(self, last_use: NDArray[np.int32], read: Read) -> None:
         """Add a batch. `last_use`: the batch that used each of its rows last."""
-        weights = read.weights
         self._now[0, :-1] = read.unique  # of one batch, counted also where rows are sampled
         for place, size in enumerate(WINDOWS[1:], 1):
             is_first = last_use < self._number // size * size
-            rows = is_first if weights is None else is_first * weights
-            self._now[place, :-1] += read.by_table(rows)
-            if weights is not None:
-                self._sampled[place, :-1] += read.by_table(is_first & (weights > 1))
+            self._now[place, :-1] += read.by_table(is_first * read.weights)
+            self._sampled[place, :-1] += read.by_table(is_first & (read.weights > 1))
         self._number += 1
         for place, size in enumerate(WINDOWS):
             if self._number % size == 0:
@@ -252,8 +371,8 @@ class WorkingSets:
 
 # -- drift -----------------------------------------------------------------------------
 
-# Bits of a row's hot sets: of all tables or its own, of the period before or the first one.
-_SETS = tuple((pooled, first) for pooled in (True, False) for first in (False, True))
+# Bits of a row's hot sets, of its own table and of all: of the period before, and of the first.
+_PREVIOUS, _FIRST, _POOLED = 1, 2, 2  # those of all tables are shifted by _POOLED
 
 
 @dataclass(frozen=True)
@@ -274,76 +393,61 @@ class Drifting:
         # By table, and last in all.
         self._hot_rows = np.maximum(1, (hot_part * np.append(sizes, sizes.sum())).astype(np.int64))
         self._period: int | None = None
-        # Accesses to the hot rows of the period before, and of the first.
-        self._covered = np.zeros((len(sizes) + 1, 2))
-        self._accesses = np.zeros(len(sizes) + 1)
-        self._own: list[NDArray[np.float64]] = []
-        self._later: list[NDArray[np.float64]] = []
+        self._accesses = np.zeros(len(sizes))
+        # [periods, tables + 1, 3]: shares of the period's own hot rows, and of those before.
+        self._shares: list[NDArray[np.float64]] = []
 
     def add(self, period: int, read: Read) -> None:
         """Add lookups of a period. A new period ends the one before."""
         if self._period is not None and period != self._period:
             self._end()
         self._period = period
-        self._accesses[:-1] += read.accesses
+        self._accesses += read.accesses
         self._rows.period[read.places] += read.counts.astype(np.uint32)
-        if not self._own:
-            return
-        accesses = read.counts if read.weights is None else read.counts * read.weights
-        hot = self._rows.hot[read.places]
-        for bit, (pooled, first) in enumerate(_SETS):
-            by_table = read.by_table(np.where(hot & (1 << bit), accesses, 0))
-            if pooled:
-                self._covered[-1, int(first)] += by_table.sum()
-            else:
-                self._covered[:-1, int(first)] += by_table
 
     def _end(self) -> None:
         """End a period: its hot rows are what the next one is compared with."""
-        rows, is_first = self._rows, not self._own
-        self._accesses[-1] = self._accesses[:-1].sum()
-        if not is_first:
-            self._later.append(self._covered / np.maximum(1, self._accesses)[:, None])
+        rows = self._rows
         places, ids = rows.read_rows(rows.period)
-        edges = np.searchsorted(ids, rows.bases)
-        own = np.zeros(len(self._accesses))
-        rows.hot &= sum(1 << bit for bit, (_, first) in enumerate(_SETS) if first)
-        spans = [*pairwise(edges.tolist()), (0, len(places))]
+        uses, before = rows.period[places] * rows.weights_of(places), rows.hot[places]
+        rows.hot &= _FIRST | _FIRST << _POOLED
+        spans = [*pairwise(np.searchsorted(ids, rows.bases).tolist()), (0, len(places))]
+        shares = np.zeros((len(spans), 3))
         for table, (low, high) in enumerate(spans):
+            shift = _POOLED if table == len(spans) - 1 else 0
             hottest = self._hottest(places[low:high], int(self._hot_rows[table]))
-            weights = rows.weights_of(hottest)
-            uses = rows.period[hottest].astype(np.float64)
-            own[table] = uses.sum() if weights is None else (uses * weights).sum()
-            for bit, (pooled, first) in enumerate(_SETS):
-                if pooled == (table == len(spans) - 1) and (is_first or not first):
-                    rows.hot[hottest] |= np.uint8(1 << bit)
-        self._own.append(own / np.maximum(1, self._accesses))
-        rows.period[:] = 0
-        self._covered[:], self._accesses[:] = 0, 0
+            shares[table, 0] = (rows.period[hottest] * rows.weights_of(hottest)).sum()
+            for column, bit in ((1, _PREVIOUS), (2, _FIRST)):
+                shares[table, column] = uses[low:high][before[low:high] & bit << shift > 0].sum()
+            bits = _PREVIOUS if self._shares else _PREVIOUS | _FIRST
+            rows.hot[hottest] |= np.uint8(bits << shift)
+        accesses = np.append(self._accesses, self._accesses.sum())
+        # Weights may add up to more than all accesses.
+        self._shares.append(np.minimum(shares / np.maximum(1, accesses)[:, None], 1))
+        rows.period[:], self._accesses[:] = 0, 0
 
     def _hottest(self, places: NDArray[np.int64], count: int) -> NDArray[np.int64]:
         """Return the hottest of the places; ties: the smaller ids."""
-        uses, weights = self._rows.period[places], self._rows.weights_of(places)
-        hottest: NDArray[np.int64] = places
-        if weights is not None:
+        uses = self._rows.period[places]
+        if not self._rows.is_exact:
             order = np.argsort(-uses.astype(np.int64), kind="stable")
-            most = np.searchsorted(weights[order].cumsum(), count, side="right")
-            hottest = places[order[:most]]
-        elif len(uses) > count:
-            least = np.partition(uses, len(uses) - count)[len(uses) - count]
-            above = np.flatnonzero(uses > least)
-            ties = np.flatnonzero(uses == least)[: count - len(above)]
-            hottest = places[np.concatenate([above, ties])]
-        return hottest
+            weights = self._rows.weights_of(places[order])
+            hottest: Places = order[: np.searchsorted(weights.cumsum(), count, side="right")]
+            return places[hottest]
+        if len(uses) <= count:
+            return places
+        least = np.partition(uses, len(uses) - count)[len(uses) - count]
+        above = np.flatnonzero(uses > least)
+        ties = np.flatnonzero(uses == least)[: count - len(above)]
+        hottest = np.concatenate([above, ties])
+        return places[hottest]
 
     def result(self) -> list[Drift]:
         """Return the drift of each table, and last of all together."""
         if self._period is not None:
             self._end()
-        # Weights may add up to more than all accesses.
-        own = np.minimum(np.array(self._own).reshape(-1, len(self._accesses)), 1)
-        later = np.minimum(np.array(self._later).reshape(-1, len(self._accesses), 2), 1)
+        shares = np.array(self._shares).reshape(-1, len(self._hot_rows), 3)
         return [
-            Drift(int(count), own[:, table], later[:, table, 0], later[:, table, 1])
+            Drift(int(count), shares[:, table, 0], shares[1:, table, 1], shares[1:, table, 2])
             for table, count in enumerate(self._hot_rows)
         ]

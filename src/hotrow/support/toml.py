@@ -51,6 +51,15 @@ def _lines(tables: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[str]:
             yield from _lines(each, (*above, key))
 
 
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield values with their keys, such as `training.optimizer.lr`."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
 def override(kind: type[Any], found: dict[str, Any], text: str) -> None:
     """Puts `a.b=c` into the tables read from the file of a `kind`."""
     path, equals, value = (part.strip() for part in text.partition("="))
