@@ -352,10 +352,7 @@ def test_batches_of_one_shape_have_places_of_their_own_for_each_engine() -> None
         tensors = [batch.dense, batch.sparse, batch.label]
         engines = static_inputs.engines_of(arrivals)
         keys.append(static_inputs.InputForm(tensors, {}, (), engines).key)
-        for work in arrivals[0][1].works:
-            assert work.group.can_be_captured == (DEVICE.type == "cuda" and not keys[1:])
-    if DEVICE.type == "cuda":
-        assert keys[0] != keys[1]
+    assert keys[0] != keys[1]
 
 
 @pytest.mark.gpu

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from hotrow.engine.arithmetic import HostArithmetic
+from hotrow.engine.capture import NoCapture
 from hotrow.engine.counters import Counters, Overflow
 from hotrow.engine.direct import DirectPath, HostDirectPath, ReadPart
 from hotrow.engine.flight import AtRest, Flight
-from hotrow.engine.memory import AllRows, SlotMemory
+from hotrow.engine.memory import AllRows, FixedSlots, SlotMemory
 from hotrow.engine.mover import CopyMover, NoMoves
 from hotrow.engine.planning import AllRowsPlanning, Outcome, SlotPlanning
 from hotrow.engine.rules import PlannerRules
@@ -50,12 +51,8 @@ class RowGroup:
     """Rows of one width."""
 
     active = True  # False: another engine trains the same rows now
-    berths = 0  # inputs of captured steps, which keep their plans
-    can_be_captured = False  # a whole step can run as a graph, without the host
-    can_be_cut = False  # all of a step but lookup and update
     notes_changes = True  # every change of a row is noted in the store
     fill_choice: Any = None  # how a GPU moves rows, and why
-    plan_room: Any = None  # where slots give way to plans of a GPU; None: they do not
     # Different rows of a batch, before the first is planned; None: not known.
     expected_rows: int | None = None
 
@@ -67,6 +64,8 @@ class RowGroup:
         self.state = settings.state_columns
         self.output_dtype = settings.output_dtype
         self.overflow = Overflow(settings.dim)
+        self.capture = NoCapture()
+        self.plan_room = FixedSlots()
 
     def use(self, parts: Parts) -> None:
         """Take parts that were built for this engine."""
@@ -75,14 +74,10 @@ class RowGroup:
         self.slots: Tensor = parts.memory.slots
         self.store: Store = parts.memory.store
 
-    def drop_parts(self) -> None:
-        """Free the parts, before others take their memory."""
-        del self.memory, self.planning, self.mover, self.arithmetic, self.direct, self.slots
-
     @property
     def num_slots(self) -> int:
         """Rows that fit fast memory."""
-        return len(self.slots) - 1
+        return int(self.memory.null_slot)
 
     # -- planning ----------------------------------------------------------------------
 
@@ -289,6 +284,7 @@ class RowGroup:
 
     def pin_rows(self, ids: Tensor) -> None:
         """Empty the slots, pin these rows, hottest first, and load them. Nothing is in flight."""
+        self.plan_room.allocate()
         with self.lanes.on("plan"):  # in which all that plans need was made
             self.flush()
             assert not self.flight.uncollected, "rows of planned batches have not moved yet"
@@ -306,7 +302,7 @@ class RowGroup:
 
     def num_bytes(self) -> dict[str, int]:
         """Return the bytes of fast memory by part."""
-        return {
+        return self.plan_room.num_bytes() or {
             **self.memory.num_bytes(), **self.planning.num_bytes(), **self.mover.num_bytes(),
         }  # fmt: skip
 

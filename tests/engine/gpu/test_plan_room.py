@@ -161,6 +161,28 @@ def test_rows_that_were_loaded_before_the_first_batch_stay() -> None:
     assert outcomes[0].same_bits(outcomes[1])
 
 
+def test_slots_are_allocated_once_with_the_first_batch() -> None:
+    """Before, rows are read and replaced in the store, and memory says what there will be."""
+    embedding, plain = build(), build(None, strategy="all-fast")
+    (group,) = embedding.groups
+    first, second = dense(30, count=2)
+    for module in (embedding, plain):
+        module.load_weights("t0", 7, torch.ones(3, DIM))
+        module.eval()
+    with torch.no_grad():
+        assert torch.equal(embedding(first).values(), plain(first).values())
+    embedding.train()
+    embedding.reserve_like(first)
+    embedding.check()
+    expected = embedding.num_slots, embedding.memory()
+    assert len(group.slots) == 2 < embedding.num_slots  # stand-ins
+    train(embedding, [first])
+    slots = group.slots
+    assert (len(slots) - 1, embedding.memory()) == expected
+    train(embedding, [second])
+    assert group.slots is slots
+
+
 def test_batches_that_nobody_announced_are_counted_too() -> None:
     embedding = build()
     for batch in dense(90):
@@ -202,7 +224,6 @@ def test_what_was_reserved_is_what_there_will_be() -> None:
 def test_more_than_was_reserved_is_counted_when_it_comes() -> None:
     embedding = build()
     embedding.reserve(10, {"f0": 2})
-    assert embedding.groups[0].planner.capacity == 20
     train_within(embedding, dense(90), embedding.bytes_total // 4)
     assert embedding.groups[0].planner.capacity == 90
 

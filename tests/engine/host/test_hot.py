@@ -433,9 +433,9 @@ def test_a_cut_step_reads_hot_rows_too() -> None:
     (work,) = arrival.works
     work.berth = 0
     assert isinstance(group, HostRows)
-    cut = group.make_boundary(work)
-    group.load_vectors(work, cut)
+    boundary = group.capture.boundary(work)
+    boundary.load(work)
     expected = build(CASES["one-hot"])(batch)
     torch.testing.assert_close(
-        cut.vectors.view(len(batch), 2, 4)[:, 0], expected["f"].detach(), **TOLERANCE
+        boundary.vectors.view(len(batch), 2, 4)[:, 0], expected["f"].detach(), **TOLERANCE
     )

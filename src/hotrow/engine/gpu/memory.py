@@ -33,7 +33,7 @@ _WRITTEN_PART = 1 / 16  # of the slots' bytes, at most, for a bit per row of the
 class HostStore:
     """All rows in host memory, and how a GPU moves rows between there and its own memory.
 
-    It stays for as long as the engine does. Slots can be made anew before any row has one.
+    Before slots are allocated, all reads and writes go to it.
     """
 
     def __init__(self, settings: Settings, share: Share) -> None:
@@ -124,14 +124,9 @@ class HostStore:
 class DeviceMemory:
     """Slots on a GPU, the map from rows to slots, a buffer, and the store in host memory."""
 
-    def __init__(self, settings: Settings, host: HostStore, share: Share) -> None:
-        self.host, self.store = host, host.store
-        self.pad = DeviceScratchpad(
-            share.slots, settings.width, settings.layout.num_rows, settings.device,
-            dense_map=share.dense_map,
-        )  # fmt: skip
-        self.slots = self.pad.slots
-        self.buffer = Buffer(share.buffer_rows, settings.width, settings.device)
+    def __init__(self, host: HostStore, pad: DeviceScratchpad, buffer: Buffer) -> None:
+        self.host, self.store, self.pad, self.buffer = host, host.store, pad, buffer
+        self.slots = pad.slots
         self.read_store, self.write_store = host.read, host.write
 
     @property
@@ -161,8 +156,7 @@ class DeviceMemory:
     def num_bytes(self) -> dict[str, int]:
         unwritten, changed = self.host.unwritten, self.store.changed
         parts = {
-            "slots": self.slots.nbytes,
-            "row-to-slot map": self.pad.map.num_bytes,
+            **self.pad.num_bytes,
             "buffer": self.buffer.num_bytes,
             "which rows were written": 0 if unwritten is None else unwritten.written.nbytes,
         }

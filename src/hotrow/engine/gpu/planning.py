@@ -318,7 +318,8 @@ class DevicePlanning:
         """Make room for batches, of which so many may have plans at once; in the lane of plans."""
         self.inputs.plans_at_once = plans
         self.planner.reserve(lookups)
-        beside = self.planner.bytes_for(lookups) - self.planner.window_ids[:-1].nbytes
+        all_of_it = sum(self.planner.bytes_for(lookups).values())
+        beside = all_of_it - self.planner.window_ids[:-1].nbytes
         self.planner.lookup_bytes = -(-(self.plan_bytes(lookups, plans) + beside) // lookups)
 
     def plan_bytes(self, lookups: int, plans: int) -> int:

@@ -7,7 +7,6 @@ device. Rows that are hot can be on the device instead (`hot.py`).
 
 from __future__ import annotations
 
-import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
@@ -16,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotrow.engine.capture import AroundGraph
 from hotrow.engine.counters import Counters, Overflow
 from hotrow.engine.direct import chunks
-from hotrow.engine.host.boundary import GraphBoundary
 from hotrow.engine.host.hot import HotRows, refuse_capture
 from hotrow.engine.host.link import Link
 from hotrow.engine.host.plan import HostPlan, HostSide, HostWork
 from hotrow.engine.host.planning import HostPlanning, LargestBytes
 from hotrow.engine.host.table import HostTable
-from hotrow.engine.memory import ALL_AT_ONCE
+from hotrow.engine.memory import ALL_AT_ONCE, FixedSlots
 from hotrow.engine.mover import NoMoves
 from hotrow.engine.planning import Outcome
 from hotrow.engine.rows import RowGroup, grads_by_row
@@ -43,11 +42,9 @@ class HostRows:
     """Rows of one width."""
 
     active = True  # False: another engine trains the same rows now
-    berths = 0  # inputs of captured steps
     expected_rows: int | None = None
-    can_be_captured, can_be_cut = False, True
     fill_choice: Any = None
-    plan_room: Any = None  # no slots give way to plans
+    plan_room = FixedSlots()
 
     def __init__(self, settings: Settings, store: Store) -> None:
         layout, device = settings.layout, settings.device
@@ -65,10 +62,7 @@ class HostRows:
         self._peak = LargestBytes()
         self.planning = HostPlanning(settings, self.link, self.hot, self.counters, self._peak)
         self.table = HostTable(settings, store, self.link)
-        # Of the newest graph, by its input; graphs hold them, and they go with them.
-        self._boundaries: weakref.WeakValueDictionary[int, GraphBoundary] = (
-            weakref.WeakValueDictionary()
-        )
+        self.capture = AroundGraph(settings)
 
     # -- planning ----------------------------------------------------------------------
 
@@ -99,7 +93,8 @@ class HostRows:
     def lookup(self, work: HostWork, x: Lookups) -> Tensor:
         """Return one vector per bag, [bags, dim]. `x` has the weights."""
         if capturing():
-            return self._boundaries[work.berth].vectors.clone()  # a model may change what it gets
+            # A copy: a model may change what it gets.
+            return self.capture.boundary_of(work).vectors.clone()
         if self.hot.is_learning_due:
             self.flush()
             self.counters.count_loaded(self.hot.learn())
@@ -219,27 +214,6 @@ class HostRows:
         sums = reference.weight_grads(rows, side.ids.inverse, side.bag_of, here.float())
         return sums.to(self.device)
 
-    # -- captured steps, cut at the lookup ---------------------------------------------
-
-    def make_boundary(self, work: HostWork) -> GraphBoundary:
-        """Return where a step of this batch will be cut, made anew: it is about to be captured."""
-        shape = (work.lookups.num_bags, self.dim)
-        vectors = torch.zeros(shape, dtype=self.output_dtype, device=self.device)
-        boundary = self._boundaries[work.berth] = GraphBoundary(vectors)
-        return boundary
-
-    def load_vectors(self, work: HostWork, boundary: GraphBoundary) -> None:
-        """Put vectors where the graph reads them."""
-        self.planning.compare(work)
-        boundary.vectors.copy_(self.lookup(work, work.lookups))
-
-    def apply_gradients(self, work: HostWork, boundary: GraphBoundary) -> None:
-        """Update rows from where the graph has put gradients, if it has."""
-        if boundary.grads is not None:
-            x = replace(work.lookups, used=boundary.used)
-            if not self.update_planned(work, x, boundary.grads):
-                self.update(*self.grads_by_row(work, x, boundary.grads), work)
-
     # -- update ------------------------------------------------------------------------
 
     def grads_by_row(self, work: HostWork, x: Lookups, grads: Tensor) -> tuple[Tensor, Tensor]:
@@ -276,7 +250,7 @@ class HostRows:
         """Update a batch's rows from the gradients of its bags, in one go; False: not possible."""
         assert isinstance(work, HostWork)
         if capturing():
-            boundary = self._boundaries[work.berth]
+            boundary = self.capture.boundary_of(work)
             boundary.grads, boundary.used = grads, x.used
             return True
         if x.used is not None:
@@ -378,9 +352,7 @@ class HostRows:
 
     def num_bytes(self) -> dict[str, int]:
         """Return what the largest batch so far has taken, hot rows, and what graphs take."""
-        boundaries = sum(boundary.num_bytes for boundary in self._boundaries.values())
-        captured = {"vectors of captured steps": boundaries} if boundaries else {}
-        return {**self.hot.num_bytes(), **self._peak.parts, **captured}
+        return {**self.hot.num_bytes(), **self._peak.parts, **self.capture.num_bytes()}
 
     def check(self) -> None:
         """Prove that buffers and slots are consistent."""
