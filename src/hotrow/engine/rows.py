@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,31 +20,19 @@ from hotrow.engine.arithmetic import HostArithmetic
 from hotrow.engine.capture import NoCapture
 from hotrow.engine.counters import Counters, Overflow
 from hotrow.engine.direct import DirectPath, HostDirectPath, ReadPart
-from hotrow.engine.flight import AtRest, Flight
 from hotrow.engine.memory import AllRows, FixedSlots, SlotMemory
 from hotrow.engine.mover import CopyMover, NoMoves
 from hotrow.engine.planning import AllRowsPlanning, Outcome, SlotPlanning
 from hotrow.engine.rules import PlannerRules
 from hotrow.engine.scratchpad import FREE
 from hotrow.engine.settings import Settings
-from hotrow.engine.work import Work
+from hotrow.engine.work import AtRest, Flight, Work
 from hotrow.inputs.batch import Lookups
 from hotrow.inputs.tables import WidthGroup
 from hotrow.store.ram import Store
 from hotrow.support.interrupts import uninterrupted
 
 _UNTIMED: AbstractContextManager[None] = nullcontext()
-
-
-@dataclass
-class Parts:
-    """What an engine is made of. Typed loosely: each part has one face and several kinds."""
-
-    memory: Any  # SlotMemory, AllRows; on a GPU DeviceMemory
-    planning: Any  # SlotPlanning, AllRowsPlanning; on a GPU DevicePlanning
-    mover: Any  # CopyMover, NoMoves; on a GPU ZeroCopy, Bulk, StagedMover
-    arithmetic: Any  # HostArithmetic; on a GPU DeviceArithmetic
-    direct: DirectPath
 
 
 class RowGroup:
@@ -67,12 +55,14 @@ class RowGroup:
         self.capture = NoCapture()
         self.plan_room = FixedSlots()
 
-    def use(self, parts: Parts) -> None:
-        """Take parts that were built for this engine."""
-        self.memory, self.planning, self.mover = parts.memory, parts.planning, parts.mover
-        self.arithmetic, self.direct = parts.arithmetic, parts.direct
-        self.slots: Tensor = parts.memory.slots
-        self.store: Store = parts.memory.store
+    def use(
+        self, memory: Any, planning: Any, mover: NoMoves, arithmetic: Any, direct: DirectPath
+    ) -> None:
+        """Take parts that were built for this engine. Each has one face and several kinds."""
+        self.memory, self.planning, self.mover = memory, planning, mover
+        self.arithmetic, self.direct = arithmetic, direct
+        self.slots: Tensor = memory.slots
+        self.store: Store = memory.store
 
     @property
     def num_slots(self) -> int:
@@ -121,10 +111,6 @@ class RowGroup:
         self.counters.direct_batches += 1
         outside = work.ids.ids[self.direct.locate(work.ids.ids) == FREE]
         self.counters.count(work.ids, fetched=outside, evicted=outside)
-
-    def remedy(self, batches: str) -> str:
-        """Say what would hold batches that passed in chunks."""
-        return self.overflow.remedy(batches, self.num_slots)
 
     @property
     def planner(self) -> Any:
@@ -337,7 +323,7 @@ def cpu_rows(layout: WidthGroup, **options: Any) -> RowGroup:
         arithmetic = HostArithmetic(settings, rows.slots)
         planning = AllRowsPlanning(settings, group.flight, counters)
         direct = HostDirectPath(settings, rows, mover, arithmetic, planning.moves_in_flight)
-        group.use(Parts(rows, planning, mover, arithmetic, direct))
+        group.use(rows, planning, mover, arithmetic, direct)
         return group
     group = RowGroup(settings, Flight(settings.strategy.hold.past), counters)
     memory = SlotMemory(settings, settings.share)
@@ -345,5 +331,5 @@ def cpu_rows(layout: WidthGroup, **options: Any) -> RowGroup:
     arithmetic = HostArithmetic(settings, memory.slots)
     slots = SlotPlanning(settings, group.flight, counters, memory)
     direct = HostDirectPath(settings, memory, copies, arithmetic, slots.moves_in_flight)
-    group.use(Parts(memory, slots, copies, arithmetic, direct))
+    group.use(memory, slots, copies, arithmetic, direct)
     return group

@@ -331,11 +331,11 @@ def test_bytes_are_counted_beforehand(id_type: torch.dtype, tells: bool) -> None
 
 
 def take(pool: BufferPool, capacity: int, berth: int | None = None) -> PlanBuffers:
-    return pool.take(capacity, capacity, torch.int32, DEVICE, berth, tells=False)
+    return pool.take(capacity, capacity, berth)
 
 
 def test_berths_take_over_what_eager_steps_had() -> None:
-    pool = BufferPool(lanes_of(DEVICE))
+    pool = BufferPool(lanes_of(DEVICE), torch.int32)
     eager = [take(pool, 8) for _ in range(3)]
     for each in eager:
         pool.give_back(each, None)
@@ -351,7 +351,7 @@ def test_berths_take_over_what_eager_steps_had() -> None:
 
 
 def test_buffers_of_a_berth_that_is_gone_serve_others() -> None:
-    pool = BufferPool(lanes_of(DEVICE))
+    pool = BufferPool(lanes_of(DEVICE), torch.int32)
     there, used = take(pool, 8, 1), take(pool, 8, 2)
     pool.give_back(there, 1)
     assert take(pool, 8, 1) is there
@@ -364,7 +364,7 @@ def test_buffers_of_a_berth_that_is_gone_serve_others() -> None:
 
 
 def test_what_is_too_small_goes() -> None:
-    pool = BufferPool(lanes_of(DEVICE))
+    pool = BufferPool(lanes_of(DEVICE), torch.int32)
     pool.give_back(take(pool, 8), None)
     assert take(pool, 9).capacity == 9
     gc.collect()

@@ -7,25 +7,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from hotrow.engine.gpu.all_rows import AllSlots
 from hotrow.engine.gpu.bulk import PACKETS
 from hotrow.engine.gpu.fill_forms import FillChoice
 from hotrow.engine.gpu.mover_choice import choose
-from hotrow.engine.gpu.planner import DeviceScratchpad
-from hotrow.engine.gpu.start import initialise_on_gpu, unwritten_rows
+from hotrow.engine.gpu.planner import DeviceScratchpad, refuse_too_many
 from hotrow.engine.memory import AllRows, Buffer, InFlight, locate
 from hotrow.engine.settings import Settings
 from hotrow.engine.stages import SPLIT, in_transit_of
 from hotrow.engine.strategy import Strategy
+from hotrow.inputs.tables import Constant, EmbeddingBagConfig, Normal, Uniform, WidthGroup
 from hotrow.kernels.triton import fill, start
 from hotrow.store.budget import Share
 from hotrow.store.pinned import locked_rows
-from hotrow.store.ram import Store, host_rows, initialise
+from hotrow.store.ram import Store, host_rows, initialise, seed_words
 from hotrow.store.writer import why_not
 from hotrow.support.messages import warn
 from hotrow.support.progress import bytes_bar
+from hotrow.support.streams import synchronize
 
 _WRITTEN_PART = 1 / 16  # of the slots' bytes, at most, for a bit per row of the tables
 
@@ -163,6 +164,23 @@ class DeviceMemory:
         return parts if changed is None else parts | {"which rows changed": changed.device_bytes}
 
 
+class AllSlots:
+    """Stands for a scratchpad where every row is its own slot."""
+
+    def __init__(self, slots: Tensor) -> None:
+        refuse_too_many(slots.shape[0] - 1)
+        self.slots = slots
+        self.num_rows = self.num_slots = self.null_slot = slots.shape[0] - 1
+        self.id_type = torch.int32
+
+    @property
+    def has_every_row(self) -> bool:
+        return True
+
+    def check(self) -> None:
+        assert not self.slots[self.null_slot].any(), "the padding slot was written to"
+
+
 class DeviceAllRows(AllRows):
     """Every row in the GPU's memory, in its own slot."""
 
@@ -203,3 +221,48 @@ def _why_not_bulk(strategy: Strategy) -> str:
         return f"{strategy.name} fetches rows that are there"
     reason = why_not()
     return f"no thread of C can write rows: {reason}" if reason else ""
+
+
+# -- how rows start -----------------------------------------------------------------------
+
+
+def initialise_on_gpu(
+    store: Tensor, layout: WidthGroup, state: list[float], seed: int, device: torch.device
+) -> None:
+    """Start every row of page-locked host memory; a GPU fills it as fast as the link goes."""
+    columns = torch.tensor(state, device=device)
+    for table, base in zip(layout.tables, layout.bases, strict=True):
+        beginning = _beginning(table, on_gpu=True)
+        if beginning.kind == "other":
+            synchronize(device)
+            initialise(store, layout, state, seed, tables=[table])
+        else:
+            rows = store[base : base + table.num_embeddings]
+            start.start_rows(rows, columns, beginning, seed_words(seed, table.name, layout.dim))
+    synchronize(device)
+
+
+def unwritten_rows(
+    layout: WidthGroup, state: list[float], seed: int, device: torch.device, *, on_gpu: bool
+) -> start.Unwritten:
+    """A bit for each row, and what it takes to start one; `on_gpu`: as the store was started."""
+    return start.Unwritten(
+        [*layout.bases, layout.num_rows],
+        [_beginning(table, on_gpu=on_gpu) for table in layout.tables],
+        [seed_words(seed, table.name, layout.dim) for table in layout.tables],
+        state,
+        device,
+    )
+
+
+def _beginning(table: EmbeddingBagConfig, *, on_gpu: bool) -> start.Beginning:
+    """How a table's rows start, where a GPU makes the same bits."""
+    padding = -1 if table.padding_idx is None else table.padding_idx
+    begin = table.start
+    if isinstance(begin, Constant):
+        return start.Beginning("constant", (begin.value, 0.0), padding)
+    if isinstance(begin, Uniform):
+        return start.Beginning("uniform", (begin.low, begin.high - begin.low), padding)
+    if isinstance(begin, Normal) and on_gpu:
+        return start.Beginning("normal", (begin.mean, begin.std), padding)
+    return start.Beginning("other")

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from hotrow.engine.memory import FixedSlots
-from hotrow.engine.rows import Parts, RowGroup
+from hotrow.engine.rows import RowGroup
 from hotrow.engine.tuning import Tuning
 from hotrow.store.budget import Share, choose_map
 from hotrow.support.interrupts import uninterrupted
@@ -31,7 +31,7 @@ class PlanRoom(FixedSlots):
     def __init__(
         self,
         group: RowGroup,
-        build: Callable[[Share], Parts],
+        build: Callable[[Share], Sequence[Any]],
         share: Share,
         packet_bytes: Callable[[int], int],
     ) -> None:
@@ -115,7 +115,7 @@ class PlanRoom(FixedSlots):
         group = self._group
         with uninterrupted():
             group.lanes.join()
-            group.use(self._build(self._share))
+            group.use(*self._build(self._share))
             self.is_open = False
             group.lanes.join()
         if self._lookups:

@@ -18,6 +18,7 @@ from torch import Tensor
 from hotrow.engine.evict import Eviction
 from hotrow.engine.gpu.plan_buffers import PlanBuffers
 from hotrow.engine.rules import OLDEST, Hold, Pins, PlannerRules
+from hotrow.engine.scratchpad import Scratchpad
 from hotrow.engine.tuning import DEFAULT, Tuning
 from hotrow.kernels.triton import plan as kernels
 from hotrow.kernels.triton import ranking, words
@@ -47,7 +48,7 @@ def refuse_too_many(slots: int) -> None:
         )
 
 
-class DeviceScratchpad:
+class DeviceScratchpad(Scratchpad):
     """Slots on the device, and one more that always reads zero."""
 
     def __init__(
@@ -61,15 +62,6 @@ class DeviceScratchpad:
         self.map = DeviceMap(self.row_of_slot, num_rows, dense=dense_map)
 
     @property
-    def null_slot(self) -> int:
-        return self.num_slots
-
-    @property
-    def has_every_row(self) -> bool:
-        """Whether there is a slot for every row, so that none ever has to leave."""
-        return self.num_slots >= self.num_rows
-
-    @property
     def num_bytes(self) -> dict[str, int]:
         return {"slots": self.slots.nbytes, "row-to-slot map": self.map.num_bytes}
 
@@ -77,15 +69,6 @@ class DeviceScratchpad:
         """Every slot is free again."""
         self.row_of_slot.fill_(FREE)
         self.map.table.fill_(FREE)
-
-    def check(self) -> None:
-        """Prove that the two maps say the same."""
-        taken = (self.row_of_slot != FREE).nonzero().squeeze(1)
-        rows = self.row_of_slot[taken]
-        assert rows.unique().numel() == rows.numel(), "a row has two slots"
-        assert torch.equal(self.map.lookup(rows).long(), taken), "the maps disagree"
-        assert self.map.count() == rows.numel(), "the maps disagree in number"
-        assert not self.slots[self.null_slot].any(), "the padding slot was written to"
 
 
 class FutureScratchpad(DeviceScratchpad):

@@ -11,8 +11,6 @@ from torch import Tensor
 from hotrow.engine.capture import InGraph
 from hotrow.engine.counters import Counters
 from hotrow.engine.direct import DirectPath, ReadPart
-from hotrow.engine.flight import AtRest, Flight
-from hotrow.engine.gpu.all_rows import AllPlanner
 from hotrow.engine.gpu.arithmetic import DeviceArithmetic, Scalars
 from hotrow.engine.gpu.bulk import PACKETS, WriteBack
 from hotrow.engine.gpu.memory import DeviceAllRows, DeviceMemory, HostStore
@@ -20,16 +18,25 @@ from hotrow.engine.gpu.mover_choice import FULL, Effort
 from hotrow.engine.gpu.movers import Bulk, DeviceNoMoves, StagedMover, ZeroCopy
 from hotrow.engine.gpu.plan_buffers import BufferPool
 from hotrow.engine.gpu.plan_room import PlanRoom
-from hotrow.engine.gpu.planner import DevicePlanner, DeviceScratchpad, FutureScratchpad
-from hotrow.engine.gpu.planning import DeviceAllRowsPlanning, DevicePlanning, Inputs
+from hotrow.engine.gpu.planner import (
+    DevicePlanner,
+    DeviceScratchpad,
+    FutureScratchpad,
+    id_type_of,
+)
+from hotrow.engine.gpu.planning import AllPlanner, DeviceAllRowsPlanning, DevicePlanning, Inputs
 from hotrow.engine.gpu.staged import Staged
 from hotrow.engine.memory import Buffer
 from hotrow.engine.mover import NoMoves
-from hotrow.engine.rows import Parts, RowGroup
+from hotrow.engine.rows import RowGroup
 from hotrow.engine.settings import Settings
+from hotrow.engine.work import AtRest, Flight
 from hotrow.inputs.batch import Lookups
 from hotrow.inputs.tables import WidthGroup
 from hotrow.store.budget import Share
+
+# Memory, planning, mover, arithmetic and direct path, as `RowGroup.use` takes them.
+Parts = tuple[DeviceMemory, DevicePlanning, NoMoves, DeviceArithmetic, DirectPath]
 
 
 def gpu_rows(layout: WidthGroup, **options: Any) -> RowGroup:
@@ -54,10 +61,10 @@ def _all_rows(settings: Settings) -> RowGroup:
     inputs = Inputs(settings)
     planning = DeviceAllRowsPlanning(
         settings, inputs, AllPlanner(memory.pad), group.flight, counters,
-        BufferPool(settings.lanes), scalars.bases, staged=False,
+        BufferPool(settings.lanes, memory.pad.id_type), scalars.bases,
     )  # fmt: skip
     direct = AllRowsDirectPath(settings, memory, mover, arithmetic, planning.moves_in_flight)
-    group.use(Parts(memory, planning, mover, arithmetic, direct))
+    group.use(memory, planning, mover, arithmetic, direct)
     group.capture = InGraph(scalars, inputs.room, memory.store)
     return group
 
@@ -86,7 +93,7 @@ def _slots(settings: Settings, share: Share) -> RowGroup:
         counters.made_rows = lambda: int(unwritten.made)
     group = RowGroup(settings, Flight(settings.strategy.hold.past), counters)
     builder = Builder(settings, host, group)
-    group.use(builder.without_slots())
+    group.use(*builder.without_slots())
     group.capture = InGraph(builder.scalars, builder.inputs.room, host.store)
     group.fill_choice = host.fill_choice
     group.plan_room = PlanRoom(group, builder.with_slots, host.share, builder.packet_bytes)
@@ -100,7 +107,10 @@ class Builder:
         self._settings, self._host = settings, host
         self._flight, self._counters = group.flight, group.counters
         self.scalars, self.inputs = Scalars(settings), Inputs(settings)
-        self._plan_buffers = BufferPool(settings.lanes)
+        # Where the host gathers entering rows, plans tell it which they are.
+        self._plan_buffers = BufferPool(
+            settings.lanes, id_type_of(settings.layout.num_rows), tells=host.packets > 0
+        )
         self._buffer = Buffer(host.share.buffer_rows, settings.width, settings.device)
 
     def without_slots(self) -> Parts:
@@ -133,7 +143,7 @@ class Builder:
         )
         planning = DevicePlanning(
             settings, self.inputs, planner, self._flight, self._counters, self._plan_buffers,
-            self.scalars.bases, staged=self._host.packets > 0,
+            self.scalars.bases,
         )  # fmt: skip
         return DeviceMemory(self._host, pad, self._buffer), planning
 
@@ -142,7 +152,7 @@ class Builder:
             self._settings, memory.slots, memory.null_slot, memory.store, self.scalars
         )
         direct = DirectPath(self._settings, memory, mover, arithmetic, planning.moves_in_flight)
-        return Parts(memory, planning, mover, arithmetic, direct)
+        return memory, planning, mover, arithmetic, direct
 
     def _mover(self, memory: DeviceMemory, planning: DevicePlanning) -> ZeroCopy:
         settings, host, lanes = self._settings, self._host, self._settings.lanes

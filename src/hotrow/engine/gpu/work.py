@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -116,11 +117,7 @@ class DeviceWork(Work):
         return ids[: self.num_lookups]
 
     def with_ids(self, x: Lookups) -> Lookups:
-        found = lookups_of(self.batch, self.group.layout)
-        return Lookups(
-            found.ids, found.offsets, found.divisor, found.bags_per_feature, found.by_sample,
-            found.spans, x.weights,
-        )  # fmt: skip
+        return replace(lookups_of(self.batch, self.group.layout), weights=x.weights)
 
     def arrive(self, batch: Batch) -> None:
         """The batch's own tensors are on the device now."""

@@ -143,6 +143,6 @@ class HostWork(Work):
 
     def looked_up(self) -> Tensor:
         if self.plan is None:
-            keys: Tensor = self.group.planning.sorter.keys_of(self.batch)[0]
+            keys: Tensor = self.group.planning.keys_of(self.batch)[0]
             return keys
         return self.plan.keys

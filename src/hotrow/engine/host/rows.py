@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from hotrow.engine.capture import AroundGraph
 from hotrow.engine.counters import Counters, Overflow
 from hotrow.engine.direct import chunks
-from hotrow.engine.host.hot import HotRows, refuse_capture
+from hotrow.engine.host.hot import HotRows, kernels, refuse_capture
 from hotrow.engine.host.link import Link
 from hotrow.engine.host.plan import HostPlan, HostSide, HostWork
 from hotrow.engine.host.planning import HostPlanning, LargestBytes
@@ -104,7 +103,7 @@ class HostRows:
         """Split the bags of a batch that is only read. Reads no row."""
         if self._reads_store:
             return [(part, None) for part in chunks(x, ALL_AT_ONCE)]
-        return [(x, self.planning.sorter.sort_now(x.ids))]
+        return [(x, self.planning.sort_now(x.ids))]
 
     def read_parts(self, parts: list[tuple[Lookups, Any]]) -> Tensor:
         """Return one vector per bag of what `parts_of` gave. Several threads may read."""
@@ -113,7 +112,7 @@ class HostRows:
             joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
             return joined.to(self.output_dtype)
         ((x, plan),) = parts
-        plan = self.planning.sorter.current(plan)
+        plan = self.planning.current(plan)
         plan.is_trained = False
         return self._vectors(plan, x)
 
@@ -123,7 +122,7 @@ class HostRows:
         return not self.link.exists and not self.hot.exists
 
     def _read_part(self, x: Lookups) -> Tensor:
-        vectors, pads = torch.empty(x.ids.numel(), self.dim), self.planning.sorter.has_padding
+        vectors, pads = torch.empty(x.ids.numel(), self.dim), self.planning.has_padding
         self.table.read_vectors(x.ids.clamp(min=0) if pads else x.ids, out=vectors)
         if pads:
             vectors.masked_fill_((x.ids < 0).unsqueeze(1), 0.0)
@@ -145,7 +144,7 @@ class HostRows:
         if not plan.rows_cross:
             return self._pool_here(plan, x)
         there = self._collect(plan, cross=True)
-        vectors: Tensor = _kernels()[0].pool(
+        vectors: Tensor = kernels()[0].pool(
             there, plan.inverse, x.offsets, x.weights, x.divisor, self.dim, self.output_dtype
         )
         return vectors
@@ -202,7 +201,7 @@ class HostRows:
             there = plan.there
             if there is None or plan.there_since != self.table.updates:
                 there = self._collect(plan, cross=True)
-            weight_grads: Tensor = _kernels()[0].weight_grads(
+            weight_grads: Tensor = kernels()[0].weight_grads(
                 there, plan.inverse, work.bag_of, grads, self.dim
             )
             return weight_grads
@@ -236,11 +235,9 @@ class HostRows:
         terms = (grads, work.bag_of, x.weights, x.divisor)
         # Padding has no gradient, and might be the longest of all sums; hot rows count as padding.
         padding = (
-            self.layout.num_rows
-            if self.planning.sorter.has_padding or plan.hot is not None
-            else None
+            self.layout.num_rows if self.planning.has_padding or plan.hot is not None else None
         )
-        sums = _kernels()[1].sum_by_row(*terms, plan.segments, padding=padding)
+        sums = kernels()[1].sum_by_row(*terms, plan.segments, padding=padding)
         self._peak.note("gradients of a batch", sums)
         summed: Tensor = sums[: plan.num_rows]
         return summed
@@ -366,14 +363,6 @@ def host_rows_engine(layout: WidthGroup, **options: Any) -> HostRows:
     return HostRows(settings, _new_store(settings))
 
 
-@cache
-def _kernels() -> tuple[Any, Any]:
-    """Return the device's kernels. Not at import: a CPU has no need of Triton."""
-    from hotrow.kernels.triton import lookup, update
-
-    return lookup, update
-
-
 def _sum_here(side: HostSide, grads: Tensor, weights: Tensor | None) -> Tensor:
     """Return the gradient of each different row, summed by the host."""
     grads = grads.float() if side.divisor is None else grads.float() / side.divisor
@@ -391,7 +380,7 @@ def _new_store(settings: Settings) -> Store:
     memory = locked_rows(layout.num_rows, width)
     store = Store(memory.rows, untrained=layout.untrained)
     if memory.locked:
-        from hotrow.engine.gpu.start import initialise_on_gpu  # imports Triton
+        from hotrow.engine.gpu.memory import initialise_on_gpu  # imports Triton
 
         initialise_on_gpu(store.rows, layout, start, seed, device)
     else:
