@@ -94,7 +94,7 @@ def test_state_that_does_not_move_with_its_rows_shows(back: bool) -> None:
     if back:
         group.direct.load = weights_alone
     else:
-        group.direct.flush = flush_weights
+        group.flush = flush_weights
     embedding.train_on_host()
     losses += learn(embedding, batches[4:8])
     embedding.train_in_slots()

@@ -19,7 +19,7 @@ from torch.nn import functional
 from hotrow.engine.arithmetic import HostArithmetic
 from hotrow.engine.capture import NoCapture
 from hotrow.engine.counters import Counters, Overflow
-from hotrow.engine.direct import DirectPath, HostDirectPath, ReadPart
+from hotrow.engine.direct import DirectPath, HostDirectPath
 from hotrow.engine.memory import AllRows, FixedSlots, SlotMemory
 from hotrow.engine.mover import CopyMover, NoMoves
 from hotrow.engine.planning import AllRowsPlanning, Outcome, SlotPlanning
@@ -63,6 +63,11 @@ class RowGroup:
         self.arithmetic, self.direct = arithmetic, direct
         self.slots: Tensor = memory.slots
         self.store: Store = memory.store
+        # What a part does for the engine, without a call in between.
+        self.parts_of, self.read_parts = direct.parts_of, direct.read_parts
+        self.gather, self.scatter, self.flush = direct.gather, direct.scatter, direct.flush
+        self.chunk_rows, self.settle = direct.chunk_rows, mover.settle
+        self.freeze, self.expect_changes = self.store.frozen.freeze, memory.expect_changes
 
     @property
     def num_slots(self) -> int:
@@ -153,14 +158,6 @@ class RowGroup:
             return vectors
         return self.direct.read(work.with_ids(x))
 
-    def parts_of(self, x: Lookups) -> list[ReadPart]:
-        """Split the bags of a batch that is only read. Reads no row."""
-        return self.direct.parts_of(x)
-
-    def read_parts(self, parts: list[ReadPart]) -> Tensor:
-        """Return one vector per bag of what `parts_of` gave. Several threads may read."""
-        return self.direct.read_parts(parts)
-
     def weight_grads(self, work: Work, x: Lookups, grads: Tensor) -> Tensor:
         """Return the gradients of per-sample weights, from the rows before their update, [L]."""
         if self.slots_hold(work):
@@ -205,43 +202,14 @@ class RowGroup:
     # -- rows --------------------------------------------------------------------------
 
     @property
-    def chunk_rows(self) -> int:
-        """Rows that pass through the buffer at once."""
-        return self.direct.chunk_rows
-
-    @property
     def is_settled(self) -> bool:
         """Whether rows can be found without moving any: then several threads may read."""
         return bool(self.mover.is_settled)
 
-    def settle(self) -> None:
-        """Finish what is between collect and insert: every row is in its slot or in the store."""
-        self.mover.settle()
-
-    def gather(self, ids: Tensor, out: Tensor) -> Tensor:
-        """Copy the newest bytes of rows, each given once, into `out`."""
-        return self.direct.gather(ids, out)
-
-    def scatter(self, ids: Tensor, rows: Tensor) -> None:
-        """Replace rows, each given once, wherever they are now."""
-        self.direct.scatter(ids, rows)
-
-    def flush(self) -> None:
-        """Bring the store up to date."""
-        self.direct.flush()
-
-    def freeze(self, ids: Tensor | None) -> None:
-        """From the next step on, leave these rows and their state as they are; None: no row."""
-        self.store.frozen.freeze(ids)
-
     def replaced(self) -> None:
         """Rows were replaced in the store, while nothing was in flight."""
-        self.memory.expect_changes()
+        self.expect_changes()
         self.reload()
-
-    def expect_changes(self) -> None:
-        """Another engine will change rows in the store."""
-        self.memory.expect_changes()
 
     def reload(self) -> None:
         """Read all rows that have slots once more from the store, where others changed them."""

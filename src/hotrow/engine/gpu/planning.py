@@ -98,14 +98,13 @@ class DevicePlanning:
         flight: Flight,
         counters: Counters,
         buffers: BufferPool,
-        bases: Tensor,
     ) -> None:
         self.planner, self.inputs, self._flight, self._counters = planner, inputs, flight, counters
         self._layout, self._lanes = settings.layout, settings.lanes
         self._buffers, self._id_type = buffers, planner.pad.id_type
         self._planned: list[weakref.ref[DeviceWork]] = []
         # A function that does not keep this object alive by its own planner.
-        planner.on_plan = partial(_count_plan, bases, counters.by_table)
+        planner.on_plan = partial(_count_plan, settings.device_bases, counters.by_table)
         self.columns, self.room, self.is_pooled = inputs.columns, inputs.room, inputs.is_pooled
 
     def input_device(self, device: torch.device | None) -> torch.device | None:
@@ -351,10 +350,17 @@ class AllPlanner(DevicePlanner):
     def _launch_kernels(self, batch: Expected, plan: DevicePlan) -> None:
         b = plan.buffers
         plan_everything(
-            self.plan_ids[: batch.lookups], plan.segments(), b.row_slots, b.lookup_slots,
-            (b.move_slots, b.leaving, b.entering), self.plan_counts, b.counts, b.status,
-            self.scratch, state=self.state,
-        )  # fmt: skip
+            self.plan_ids[: batch.lookups],
+            plan.segments(),
+            b.row_slots,
+            b.lookup_slots,
+            (b.move_slots, b.leaving, b.entering),
+            self.plan_counts,
+            b.counts,
+            b.status,
+            self.scratch,
+            state=self.state,
+        )
 
     def check(self, *, may_halt: bool = False) -> None:
         self.pad.check()

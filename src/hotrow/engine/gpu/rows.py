@@ -11,7 +11,7 @@ from torch import Tensor
 from hotrow.engine.capture import InGraph
 from hotrow.engine.counters import Counters
 from hotrow.engine.direct import DirectPath, ReadPart
-from hotrow.engine.gpu.arithmetic import DeviceArithmetic, Scalars
+from hotrow.engine.gpu.arithmetic import DeviceArithmetic
 from hotrow.engine.gpu.bulk import PACKETS, WriteBack
 from hotrow.engine.gpu.memory import DeviceAllRows, DeviceMemory, HostStore
 from hotrow.engine.gpu.mover_choice import FULL, Effort
@@ -30,6 +30,7 @@ from hotrow.engine.memory import Buffer
 from hotrow.engine.mover import NoMoves
 from hotrow.engine.rows import RowGroup
 from hotrow.engine.settings import Settings
+from hotrow.engine.uploads import TableScalars
 from hotrow.engine.work import AtRest, Flight
 from hotrow.inputs.batch import Lookups
 from hotrow.inputs.tables import WidthGroup
@@ -54,14 +55,14 @@ def _all_rows(settings: Settings) -> RowGroup:
     counters = _counters(settings)
     group = RowGroup(settings, AtRest(), counters)
     memory, mover = DeviceAllRows(settings), DeviceNoMoves(settings.lanes)
-    scalars = Scalars(settings)
+    scalars = TableScalars(settings)
     arithmetic = DeviceArithmetic(
         settings, memory.slots, memory.null_slot, memory.store, scalars
     )  # fmt: skip
     inputs = Inputs(settings)
     planning = DeviceAllRowsPlanning(
         settings, inputs, AllPlanner(memory.pad), group.flight, counters,
-        BufferPool(settings.lanes, memory.pad.id_type), scalars.bases,
+        BufferPool(settings.lanes, memory.pad.id_type),
     )  # fmt: skip
     direct = AllRowsDirectPath(settings, memory, mover, arithmetic, planning.moves_in_flight)
     group.use(memory, planning, mover, arithmetic, direct)
@@ -106,7 +107,7 @@ class Builder:
     def __init__(self, settings: Settings, host: HostStore, group: RowGroup) -> None:
         self._settings, self._host = settings, host
         self._flight, self._counters = group.flight, group.counters
-        self.scalars, self.inputs = Scalars(settings), Inputs(settings)
+        self.scalars, self.inputs = TableScalars(settings), Inputs(settings)
         # Where the host gathers entering rows, plans tell it which they are.
         self._plan_buffers = BufferPool(
             settings.lanes, id_type_of(settings.layout.num_rows), tells=host.packets > 0
@@ -143,7 +144,6 @@ class Builder:
         )
         planning = DevicePlanning(
             settings, self.inputs, planner, self._flight, self._counters, self._plan_buffers,
-            self.scalars.bases,
         )  # fmt: skip
         return DeviceMemory(self._host, pad, self._buffer), planning
 

@@ -6,7 +6,7 @@ Slots are in the order of ids, so that a row's slot is found by binary search an
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,9 +49,7 @@ class HotRows:
         self._bases = torch.tensor([*layout.bases, layout.num_rows])
         self._version = self._batches = self._times_learned = 0
         self._by_kernels = self._device.type == "cuda"
-        self._table_scalars = TableScalars(
-            partial(settings.optimizer.table_scalars, settings.table_names), self._lanes
-        )
+        self._table_scalars = TableScalars(settings)
         # The cold rows of each batch so far, on the host, while it is learned which are hot.
         self._seen: list[Tensor] | None = [] if profile is None and room else None
         self.ids = hot.sort()[0]  # of hot rows, on the host
@@ -183,7 +181,7 @@ class HotRows:
             return
         hot, null = _hot(plan), self._null
         if self._by_kernels:
-            scalars, bases = self._scalars_now()
+            scalars, bases = self._table_scalars.now(self._slot_bases[:-1])
             kernels()[1].update_slots(
                 self.slots, hot.segments.ids, hot.segments, grads, bag_of, x.weights, x.divisor,
                 self._settings.optimizer.rule, scalars, bases, null, self._dim, self._frozen_slots,
@@ -208,7 +206,7 @@ class HotRows:
         """Make one optimizer step from gradients already summed; each slot is given once."""
         settings = self._settings
         if self._by_kernels:
-            scalars, bases = self._scalars_now()
+            scalars, bases = self._table_scalars.now(self._slot_bases[:-1])
             kernels()[1].update_rows(
                 self.slots, slots, slots, None, grads, settings.optimizer.rule, scalars, bases,
                 self._dim, frozen=self._frozen_slots,
@@ -224,11 +222,6 @@ class HotRows:
         state = [rows[:, place] for place in settings.state_columns.values()]
         settings.optimizer.rule.update(rows[:, : self._dim], grads, state, per_row(numbers, tables))
         self.slots.index_copy_(0, slots, rows)
-
-    def _scalars_now(self) -> tuple[Tensor, Tensor | None]:
-        tables = self._table_scalars
-        tables.push()
-        return tables.there, None if tables.alike else self._slot_bases[:-1]
 
     # -- rows --------------------------------------------------------------------------
 
