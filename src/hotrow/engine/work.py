@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hotrow.engine.split_batch import Place
-from hotrow.inputs.batch import Batch, Lookups
-from hotrow.kernels.reference import SortedIds
+from hotrow.inputs.batch import Batch, Lookups, divisor_of, lookups_of, outline_of
+from hotrow.kernels.reference import SortedIds, sort_ids
 
 
 class Work:
@@ -61,6 +61,49 @@ class Work:
         elif not torch.equal(mine.offsets, theirs.offsets):
             return False
         return torch.equal(self.looked_up(), planned.looked_up())
+
+
+class DeferredWork(Work):
+    """A batch whose ids a device checks and sorts; how many are unique is known later."""
+
+    def __init__(self, group: Any, batch: Batch) -> None:
+        self.group = group
+        self.arrive(batch)
+
+    def arrive(self, batch: Batch) -> None:
+        self.batch = batch
+        self._lookups: Lookups | None = None
+        self._bag_of: Tensor | None = None
+        self._sorted: SortedIds | None = None
+
+    @property
+    def lookups(self) -> Lookups:
+        """The lookups without ids: reading those would wait for the device."""
+        if self._lookups is None:
+            self._lookups = self._outline()
+        return self._lookups
+
+    def _outline(self) -> Lookups:
+        x = outline_of(self.batch, self.group.layout)
+        divisor = divisor_of(self.batch, x, self.group.layout)
+        return Lookups(x.ids, x.offsets, divisor, x.bags_per_feature, x.by_sample, x.spans)
+
+    @property
+    def bag_of(self) -> Tensor | None:
+        """The bag of each lookup; None where each is its own."""
+        if self._bag_of is None and self.lookups.offsets is not None:
+            self._bag_of = self.lookups.bag_of().int()
+        return self._bag_of
+
+    @property
+    def ids(self) -> SortedIds:
+        if self._sorted is None:
+            self._sorted = self._sort()
+        return self._sorted
+
+    def _sort(self) -> SortedIds:
+        ids = lookups_of(self.batch, self.group.layout).ids
+        return sort_ids(ids, self.group.layout.num_rows)
 
 
 class SortedWork(Work):
