@@ -88,7 +88,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "lru": {"batches": dense(90), "strategy": "lru"},
     "two-widths": {"batches": dense(40, features=2), "widths": (4, DIM)},
     "nearly-all-rows": {"batches": dense(90), "budget": "125%"},
+    "bulk": {"batches": dense(90), "fill": "bulk"},
 }
+BULK = pytest.param("bulk", marks=[NO_THREADS, pytest.mark.slow])
 
 
 @pytest.mark.slow  # by the interpreter
@@ -103,7 +105,7 @@ def test_a_small_budget_keeps_its_slots_and_plans_come_on_top() -> None:
 
 
 @pytest.mark.thinned(4)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*list(SHAPES)[:-1], BULK])
 def test_everything_is_within_the_budget(shape: str) -> None:
     options = dict(SHAPES[shape])
     batches = options.pop("batches")
@@ -115,20 +117,12 @@ def test_everything_is_within_the_budget(shape: str) -> None:
         assert sum(embedding.memory().values()) > 0.85 * granted
 
 
-@NO_THREADS
-@pytest.mark.slow
-def test_rows_that_leave_in_bulk_are_within_the_budget() -> None:
-    embedding = build(fill="bulk")
-    assert embedding.fills()[DIM].form == "bulk"
-    train_within(embedding, dense(90), embedding.bytes_total // 4)
-
-
 def all_fast(batches: list[Any], **options: Any) -> Outcome:
     return train(build(None, strategy="all-fast", **options), batches)
 
 
 @pytest.mark.thinned(5)
-@pytest.mark.parametrize("shape", ["many-lookups", "adam", "jagged", "staged", "two-widths"])
+@pytest.mark.parametrize("shape", ["many-lookups", "adam", "jagged", "staged", "two-widths", BULK])
 def test_fewer_slots_give_the_bits_of_all_fast(shape: str) -> None:
     options = dict(SHAPES[shape])
     batches = options.pop("batches")
@@ -140,15 +134,6 @@ def test_fewer_slots_give_the_bits_of_all_fast(shape: str) -> None:
     assert embedding.traffic().evicted_rows > 0
     options.pop("fill", None)
     assert found.same_bits(all_fast(batches, **options))
-
-
-@NO_THREADS
-@pytest.mark.slow  # by the interpreter
-def test_fewer_slots_give_the_bits_of_all_fast_in_bulk() -> None:
-    embedding = build(fill="bulk")
-    before = embedding.num_slots
-    assert train(embedding, dense(90)).same_bits(all_fast(dense(90)))
-    assert embedding.num_slots < before
 
 
 @pytest.mark.slow
