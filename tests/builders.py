@@ -527,3 +527,48 @@ def no_synchronisation() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+EXACT = [
+    name for name, each in STRATEGIES.items() if each.contract == "exact" and not each.everything
+]
+COMBINATIONS = list(
+    pairwise(
+        {
+            "strategy": [*EXACT, "lookahead with profile", "static with profile"],
+            "schedule": list(SCHEDULES),
+            "victims": ["own", "random", "most-recent"],
+            "budget": ["tight", "chunked", "roomy"],
+            "rule": list(RULES),
+            "case": list(CASES),
+            "map": ["dense", "hash"],
+        }
+    )
+)
+
+
+def collection_of(
+    choice: dict[str, str], batches: Sequence[Any], **options: Any
+) -> hotrow.EmbeddingBagCollection:
+    """The collection of one combination; "roomy" has room for pins."""
+    case, (name, *profiled) = CASES[choice["case"]], choice["strategy"].split()
+    strategy = variant(name, choice["schedule"], choice["victims"])
+    part = 0.6 if choice["budget"] == "chunked" else 1.0
+    is_dense = choice["map"] == "dense"
+    budget = tight_budget(case, batches, strategy.hold, part=part, dense_map=is_dense)
+    if choice["budget"] == "roomy":
+        shares = [replace(share, slots=3 * share.slots) for share in budget.shares]
+        budget = replace(budget, shares=tuple(shares))
+    if profiled:
+        options["profile"] = {t.name: torch.arange(t.num_embeddings, 0, -1) for t in case.tables}
+    torch.manual_seed(0)
+    return build(case, choice["rule"], strategy, budget=budget, **options)
+
+
+def check_chunks(choice: dict[str, str], embedding: hotrow.EmbeddingBagCollection) -> None:
+    """Batches passed in chunks where they had to, and only there; pins may take their room."""
+    chunked = embedding.traffic().chunked_batches
+    if choice["budget"] == "chunked":
+        assert chunked > 0
+    if choice["budget"] == "tight":
+        assert chunked == 0 or embedding.strategy.pinned_part

@@ -22,8 +22,9 @@ from builders import CASES, Case, Late, Outcome, build, tight_budget, variant
 from hotrow.engine.evict import EVICTIONS
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.host.hot import HotRows
-from hotrow.engine.host.rows import HostRows
+from hotrow.engine.host.rows import HostRows, host_rows_engine
 from hotrow.engine.strategy import STRATEGIES, Strategy, as_listed
+from hotrow.engine.tuning import Tuning
 from hotrow.inputs.tree import to_device
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -34,6 +35,12 @@ MULTI_HOT = CASES["multi-hot"]
 
 def on_device(batches: Sequence[Any], device: torch.device = DEVICE) -> list[Any]:
     return [to_device(batch, device) for batch in batches]
+
+
+def on_a_gpu(test: Callable[..., None]) -> Any:
+    """Mark a test that needs a GPU."""
+    missing = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    return pytest.mark.gpu(missing(test))
 
 
 def by_gpu(**parts: Any) -> dict[str, Any]:
@@ -196,6 +203,30 @@ def as_on_gpu(
             assert isinstance(group.hot, HotRows)
             group.hot._by_kernels = True
     return embedding
+
+
+# Hot rows are learned early, and move in small chunks.
+LEARNS = {"engine": partial(host_rows_engine, tuning=Tuning(learn_after=(2, 4, 8), chunk_rows=7))}
+
+
+def some_of(case: Case, part: float) -> dict[str, Tensor]:
+    """A profile by which a part of the rows of every table is used, at random."""
+    draw = torch.Generator().manual_seed(5)
+    sizes = {table.name: table.num_embeddings for table in case.tables}
+    return {name: (torch.rand(n, generator=draw) < part).long() for name, n in sizes.items()}
+
+
+def hot(
+    case: Case, rule: str = "sgd", part: float = 0.5, **options: Any
+) -> hotrow.EmbeddingBagCollection:
+    profile = options.pop("profile", some_of(case, part))
+    options = {"budget": room_for(case), "profile": profile, **options}
+    return build(case, rule, "static-hybrid", **options)
+
+
+def learning(rule: str, slots: int, **options: Any) -> hotrow.EmbeddingBagCollection:
+    options = {"budget": room_for(MULTI_HOT, slots), **LEARNS, **options}
+    return build(MULTI_HOT, rule, "static-hybrid", **options)
 
 
 def looking_ahead(victims: str) -> Strategy:

@@ -5,42 +5,25 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-import torch
 
 import hotrow
 from builders import (
     CASES,
+    COMBINATIONS,
+    EXACT,
     RULES,
     SCHEDULES,
     Outcome,
     assert_close,
     build,
-    pairwise,
-    tight_budget,
+    check_chunks,
+    collection_of,
     train,
     train_plain,
     variant,
 )
-from hotrow.engine.strategy import STRATEGIES
 
 STEPS = 40
-EXACT = [
-    name for name, each in STRATEGIES.items() if each.contract == "exact" and not each.everything
-]
-
-COMBINATIONS = list(
-    pairwise(
-        {
-            "strategy": [*EXACT, "lookahead with profile", "static with profile"],
-            "schedule": list(SCHEDULES),
-            "victims": ["own", "random", "most-recent"],
-            "budget": ["tight", "chunked", "roomy"],
-            "rule": list(RULES),
-            "case": list(CASES),
-            "map": ["dense", "hash"],
-        }
-    )
-)
 
 
 @cache
@@ -48,37 +31,20 @@ def all_fast(case: str, rule: str) -> Outcome:
     return train(build(CASES[case], rule), CASES[case].batches(STEPS))
 
 
-def run(choice: dict[str, str], *, shorten: tuple[int, int] = (0, 0)) -> tuple[Outcome, int]:
-    case = CASES[choice["case"]]
-    batches = case.batches(STEPS)
-    strategy = variant(choice["strategy"].split()[0], choice["schedule"], choice["victims"])
-    part = {"tight": 1.0, "roomy": 1.0, "chunked": 0.6}[choice["budget"]]
-    budget = tight_budget(
-        case, batches, strategy.hold, part=part, dense_map=choice["map"] == "dense"
-    )
-    if choice["budget"] == "roomy":  # room for pins
-        shares = [hotrow.Share(3 * s.slots, 64, s.dense_map) for s in budget.shares]
-        budget = hotrow.Budget(tuple(shares), budget.window_bytes)
-    profile = None
-    if "profile" in choice["strategy"]:
-        profile = {t.name: torch.arange(t.num_embeddings, 0, -1) for t in case.tables}
-    torch.manual_seed(0)
-    embedding = build(case, choice["rule"], strategy, budget=budget, profile=profile)
+def run(choice: dict[str, str], *, shorten: tuple[int, int] = (0, 0)) -> Outcome:
+    batches = CASES[choice["case"]].batches(STEPS)
+    embedding = collection_of(choice, batches)
     for group in embedding.groups:
         hold = group.planner.hold
         group.planner.hold = type(hold)(hold.past - shorten[0], hold.future - shorten[1])
-    depth = 6 if strategy.overlapped else None
-    return train(embedding, batches, depth=depth), embedding.traffic().chunked_batches
+    found = train(embedding, batches, depth=6 if embedding.strategy.overlapped else None)
+    check_chunks(choice, embedding)
+    return found
 
 
 @pytest.mark.parametrize("choice", COMBINATIONS, ids=lambda c: "-".join(c.values()))
 def test_a_strategy_gives_the_bits_of_all_fast(choice: dict[str, str]) -> None:
-    result, chunked = run(choice)
-    assert result.same_bits(all_fast(choice["case"], choice["rule"]))
-    if choice["budget"] == "chunked":
-        assert chunked > 0
-    if choice["budget"] == "tight" and not variant(choice["strategy"].split()[0]).pinned_part:
-        assert chunked == 0  # pins may have taken room from the first batches
+    assert run(choice).same_bits(all_fast(choice["case"], choice["rule"]))
 
 
 def test_the_combinations_cover_every_strategy_with_every_schedule_and_victim() -> None:
@@ -121,10 +87,8 @@ def test_a_hold_shorter_than_computed_gives_wrong_bits(
         "strategy": "lru", "schedule": schedule, "victims": victims, "budget": "tight",
         "rule": "sgd", "case": "one-hot", "map": "dense",
     }  # fmt: skip
-    right, _ = run(choice)
-    assert right.same_bits(all_fast("one-hot", "sgd"))
-    wrong, _ = run(choice, shorten=shorten)
-    assert not wrong.same_bits(all_fast("one-hot", "sgd"))
+    assert run(choice).same_bits(all_fast("one-hot", "sgd"))
+    assert not run(choice, shorten=shorten).same_bits(all_fast("one-hot", "sgd"))
 
 
 def test_the_hold_follows_from_the_stages() -> None:

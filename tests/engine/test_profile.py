@@ -41,52 +41,28 @@ def ids_of(*values: int) -> torch.Tensor:
 # -- hottest -----------------------------------------------------------------------------
 
 
-def test_the_hottest_rows_of_all_tables_come_first() -> None:
-    profile = {"t0": ids_of(5, 0, 9), "t1": ids_of(7, 1)}
-    assert hottest(profile, group(3, 2), limit=4).tolist() == [2, 3, 0, 4]
-
-
-def test_no_more_than_the_limit_are_hot() -> None:
-    assert hottest({"t0": torch.arange(100)}, group(100), limit=3).tolist() == [99, 98, 97]
-
-
-def test_rows_that_were_never_used_are_not_hot() -> None:
-    assert hottest({"t0": ids_of(0, 3, 0, 2)}, group(4), limit=10).tolist() == [1, 3]
-
-
-def test_rows_used_equally_often_keep_their_order() -> None:
-    assert hottest({"t0": torch.ones(50)}, group(50), limit=50).tolist() == list(range(50))
-
-
-def test_counts_may_name_only_some_rows() -> None:
-    profile = {"t1": (ids_of(40, 7, 9), ids_of(2, 8, 0))}
-    assert hottest(profile, group(10, 50), limit=10).tolist() == [17, 50]
-
-
-def test_large_counts_are_told_apart() -> None:
+HOTTEST: dict[str, tuple[dict[str, Any], tuple[int, ...], int, list[int]]] = {
+    "of all tables": ({"t0": ids_of(5, 0, 9), "t1": ids_of(7, 1)}, (3, 2), 4, [2, 3, 0, 4]),
+    "no more than the limit": ({"t0": torch.arange(100)}, (100,), 3, [99, 98, 97]),
+    "not those never used": ({"t0": ids_of(0, 3, 0, 2)}, (4,), 10, [1, 3]),
+    "used alike, in order": ({"t0": torch.ones(50)}, (50,), 50, list(range(50))),
+    "only some named": ({"t1": (ids_of(40, 7, 9), ids_of(2, 8, 0))}, (10, 50), 10, [17, 50]),
     # Neighbours in int64 that are one number in float32.
-    assert hottest({"t0": ids_of(2**40, 2**40 + 1)}, group(2), limit=1).tolist() == [1]
+    "large counts": ({"t0": ids_of(2**40, 2**40 + 1)}, (2,), 1, [1]),
+    "a table without counts": ({"t1": ids_of(1, 1)}, (3, 2), 10, [3, 4]),
+}
 
 
-def test_a_table_without_counts_has_no_hot_rows() -> None:
-    assert hottest({"t1": ids_of(1, 1)}, group(3, 2), limit=10).tolist() == [3, 4]
+@pytest.mark.parametrize("name", HOTTEST)
+def test_the_hottest_rows_come_first(name: str) -> None:
+    profile, sizes, limit, expected = HOTTEST[name]
+    assert hottest(profile, group(*sizes), limit=limit).tolist() == expected
 
 
-# -- small tables ------------------------------------------------------------------------
-
-
-def test_whole_tables_are_taken_smallest_first() -> None:
-    assert small_tables(group(4, 2, 3), limit=5).tolist() == [4, 5, 6, 7, 8]
-
-
-def test_a_table_that_does_not_fit_is_left_out_whole() -> None:
-    assert small_tables(group(4, 2, 3), limit=4).tolist() == [4, 5]
-
-
-@pytest.mark.parametrize("limit", [0, 1])
-def test_where_no_table_fits_none_is_taken(limit: int) -> None:
+@pytest.mark.parametrize(("limit", "ids"), [(5, [4, 5, 6, 7, 8]), (4, [4, 5]), (1, []), (0, [])])
+def test_small_tables_are_taken_whole_and_smallest_first(limit: int, ids: list[int]) -> None:
     found = small_tables(group(4, 2, 3), limit=limit)
-    assert (found.numel(), found.dtype) == (0, torch.int64)
+    assert (found.tolist(), found.dtype) == (ids, torch.int64)
 
 
 # -- sharing a budget --------------------------------------------------------------------
@@ -170,26 +146,14 @@ TABLES = [Table("a", 10, 4, ["f"]), Table("b", 20, 4, ["g"])]
         ({"a": torch.ones(10, 1)}, r"profile of table 'a': \[10, 1\] counts for 10 rows"),
         ({"a": (ids_of(1, 2), ids_of(1))}, "profile of table 'a': .* of one length"),
         ({"a": (ids_of(1, 10), ids_of(1, 1))}, "profile of table 'a': .* each of its 10 rows"),
+        # A row given twice would be pinned twice, a negative one would pin another table's row.
+        ({"a": (ids_of(-1, 2), ids_of(1, 1))}, "profile of table 'a'"),
+        ({"a": (ids_of(2, 2), ids_of(1, 1))}, "profile of table 'a'"),
+        ({"a": [1.0] * 10}, "profile of table 'a'"),
     ],
-    ids=["unknown table", "too few counts", "two dimensions", "lengths differ", "row too large"],
 )
 def test_a_profile_of_other_tables_is_refused(profile: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_profile(profile, TABLES)
-
-
-# A row given twice would be pinned twice, a negative one would pin a row of another table.
-@pytest.mark.parametrize(
-    "profile",
-    [
-        {"a": (ids_of(-1, 2), ids_of(1, 1))},
-        {"a": (ids_of(2, 2), ids_of(1, 1))},
-        {"a": [1.0] * 10},
-    ],
-    ids=["negative row", "row given twice", "no tensor"],
-)
-def test_a_profile_that_names_no_rows_is_refused(profile: Any) -> None:
-    with pytest.raises((ValueError, TypeError), match="profile of table 'a'"):
         check_profile(profile, TABLES)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -20,7 +20,6 @@ from torch import Tensor
 from hotrow.embedding.arguments import refuse_replicas
 from hotrow.embedding.row_groups import RowGroups
 from hotrow.embedding.step import PendingStep
-from hotrow.engine.gpu.plan_room import make_room
 from hotrow.engine.schedule import at_once
 from hotrow.engine.stages import Stage
 from hotrow.engine.work import Work
@@ -128,7 +127,7 @@ class Pipeline:
         if rows.strategy.on_host:
             return
         with rows.lock.writing():
-            self._make_room(planned)
+            self._allocate_slots(planned)
             with rows.lanes.on("plan"):
                 values = self._staged(planned.batch.values)
                 for work in planned.works:
@@ -210,7 +209,7 @@ class Pipeline:
         rows.lanes.trains_here()
         with rows.lock.writing():
             direct = [work for work in planned.works if running and work.group.go_direct(work)]
-            self._make_room(planned)
+            self._allocate_slots(planned)
         at_once([work for work in planned.works if work not in direct], rows.lanes)
         return planned
 
@@ -228,8 +227,7 @@ class Pipeline:
         per_sample = [sum(counts[f.name] for f in group.layout.features) for group in groups]
         sizes = [batch_size * count for count in per_sample]
         with self._rows.lock.writing():
-            if self._can_make_room():
-                self._make_room_for(sizes)
+            self._rows.make_room(sizes)
         for group, size in zip(groups, sizes, strict=True):
             group.expected_rows = size
 
@@ -241,27 +239,18 @@ class Pipeline:
             work.group.expected_rows = work.count_distinct()
 
     def _make_room(self, first: PlannedBatch) -> None:
-        if self._can_make_room():
+        """Let slots give way to the plans of batches like the first, while that is possible."""
+        if self._rows.can_resize:
             # Where sizes change, larger ones will come, and `Room` rounds them up.
             spare = 0.0 if first.batch.offsets is None else 1 / 3
-            self._make_room_for(
-                [work.group.plan_room.size_for(work, spare=spare) for work in first.works]
-            )
+            sizes = [work.group.plan_room.size_for(work, spare=spare) for work in first.works]
+            self._rows.make_room(sizes)
 
-    def _can_make_room(self) -> bool:
-        """Whether slots can still be given up: no row has one."""
-        rows = self._rows
-        if rows.budget_bytes and any(group.plan_room.has_begun for group in rows.groups):
-            rows.budget_bytes = 0
-        return bool(rows.budget_bytes)
-
-    def _make_room_for(self, lookups: Sequence[int]) -> None:
-        """Give up slots for the plans of batches."""
-        rows = self._rows
-        rooms = [group.plan_room for group in rows.groups]
-        sizes = [max(1, count) for count in lookups]
-        last = max(stage.cycle for stage in rows.strategy.timed_stages)
-        make_room(rooms, sizes, rows.budget_bytes, rows.lanes, last_cycle=last)
+    def _allocate_slots(self, first: PlannedBatch) -> None:
+        """Allocate slots if this is the first batch, which says how much plans take."""
+        if self._rows.can_resize:
+            self._make_room(first)
+            self._rows.allocate_slots()
 
     def _staged(self, values: Tensor) -> Tensor:
         """Copy ids to the device, to one buffer per shape; they are read before the next copy."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hotrow.embedding.arguments import row_numbers
 from hotrow.embedding.optimizer import RowOptimizer
+from hotrow.engine.gpu.plan_room import make_room
 from hotrow.engine.host.rows import HostRows, host_rows_engine
 from hotrow.engine.profile import Profile, byte_parts
 from hotrow.engine.rows import RowGroup, cpu_rows
@@ -169,8 +170,9 @@ class GroupBuilder:
         rows = RowGroups(self._tables, self._optimizer, self._device, lanes, lock, window_bytes)
         rows.activate(groups, split[0] if split else self._strategy)
         # Of a budget in bytes, plans get their part when the size of batches is known.
-        if shared is not None and all(group.plan_room is not None for group in groups):
-            rows.budget_bytes = shared.total_bytes
+        rows.budget_bytes = 0 if shared is None else shared.total_bytes
+        if not rows.budget_bytes:
+            rows.allocate_slots()
         return rows
 
     def _setting_for(self, total: int, group: int, slots: int, instead_of: int) -> str:
@@ -212,7 +214,7 @@ class RowGroups:
     ) -> None:
         self.tables, self.optimizer, self.device = tables, optimizer, device
         self.lanes, self.lock, self.window_bytes = lanes, lock, window_bytes
-        self.budget_bytes = 0  # of which plans take a part; 0: slots stay as they are
+        self.budget_bytes = 0  # of which plans take a part; 0: slots are allocated
         self.inactive: InactiveEngine | None = None
 
     def activate(self, groups: Sequence[Group], strategy: Strategy) -> None:
@@ -228,6 +230,25 @@ class RowGroups:
         self.budget_bytes = other.budget_bytes
         self.activate(other.groups, other.strategy)
         return sum(4 * group.width * group.count_resident() for group in self.slot_groups)
+
+    @property
+    def can_resize(self) -> bool:
+        """Whether slots can still become more or fewer: they are not allocated."""
+        if self.budget_bytes and not all(group.plan_room.is_open for group in self.groups):
+            self.budget_bytes = 0
+        return bool(self.budget_bytes)
+
+    def make_room(self, lookups: Sequence[int]) -> None:
+        """Let slots give way to the plans of batches with so many lookups in each group."""
+        if self.can_resize:
+            rooms: list[Any] = [group.plan_room for group in self.groups]
+            last = max(stage.cycle for stage in self.strategy.timed_stages)
+            sizes = [max(1, count) for count in lookups]
+            make_room(rooms, sizes, self.budget_bytes, last_cycle=last)
+
+    def allocate_slots(self) -> None:
+        for group in self.groups:
+            group.plan_room.allocate()
 
     @property
     def is_on_host(self) -> bool:

@@ -26,6 +26,19 @@ PlannedMoves = tuple[Tensor, Tensor, Tensor]
 InFlight = Callable[[], Iterable[PlannedMoves]]  # newest first
 
 
+class FixedSlots:
+    """Slots that are allocated with their engine, however large batches are."""
+
+    is_open = False  # slots are not allocated yet, and may become more or fewer
+
+    def allocate(self) -> None:
+        """Allocate the slots if they are not."""
+
+    def num_bytes(self) -> dict[str, int]:
+        """Return what will be taken of fast memory, if slots are not allocated yet."""
+        return {}
+
+
 class Buffer:
     """A bounded buffer through which rows pass on the direct path."""
 

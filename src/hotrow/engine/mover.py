@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotrow.engine.flight import Flight
-from hotrow.engine.work import Work
+from hotrow.engine.work import Flight, Work
 from hotrow.kernels import reference
 from hotrow.support.clock import named
 from hotrow.support.interrupts import uninterrupted

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from hotrow.engine.counters import Counters
-from hotrow.engine.flight import Flight
 from hotrow.engine.memory import PlannedMoves, SlotMemory
 from hotrow.engine.planner import Plan, Planner
 from hotrow.engine.settings import Settings
 from hotrow.engine.split_batch import place_of
-from hotrow.engine.work import SortedPart, SortedWork, Work
+from hotrow.engine.work import Flight, SortedPart, SortedWork, Work
 from hotrow.inputs.batch import Batch, lookups_of
 from hotrow.kernels.reference import Moves, sort_ids
 from hotrow.support.streams import Mark

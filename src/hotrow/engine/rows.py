@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from hotrow.engine.arithmetic import HostArithmetic
+from hotrow.engine.capture import NoCapture
 from hotrow.engine.counters import Counters, Overflow
-from hotrow.engine.direct import DirectPath, HostDirectPath, ReadPart
-from hotrow.engine.flight import AtRest, Flight
-from hotrow.engine.memory import AllRows, SlotMemory
+from hotrow.engine.direct import DirectPath, HostDirectPath
+from hotrow.engine.memory import AllRows, FixedSlots, SlotMemory
 from hotrow.engine.mover import CopyMover, NoMoves
 from hotrow.engine.planning import AllRowsPlanning, Outcome, SlotPlanning
 from hotrow.engine.rules import PlannerRules
 from hotrow.engine.scratchpad import FREE
 from hotrow.engine.settings import Settings
-from hotrow.engine.work import Work
+from hotrow.engine.work import AtRest, Flight, Work
 from hotrow.inputs.batch import Lookups
 from hotrow.inputs.tables import WidthGroup
 from hotrow.store.ram import Store
@@ -35,27 +35,12 @@ from hotrow.support.interrupts import uninterrupted
 _UNTIMED: AbstractContextManager[None] = nullcontext()
 
 
-@dataclass
-class Parts:
-    """What an engine is made of. Typed loosely: each part has one face and several kinds."""
-
-    memory: Any  # SlotMemory, AllRows; on a GPU DeviceMemory
-    planning: Any  # SlotPlanning, AllRowsPlanning; on a GPU DevicePlanning
-    mover: Any  # CopyMover, NoMoves; on a GPU ZeroCopy, Bulk, StagedMover
-    arithmetic: Any  # HostArithmetic; on a GPU DeviceArithmetic
-    direct: DirectPath
-
-
 class RowGroup:
     """Rows of one width."""
 
     active = True  # False: another engine trains the same rows now
-    berths = 0  # inputs of captured steps, which keep their plans
-    can_be_captured = False  # a whole step can run as a graph, without the host
-    can_be_cut = False  # all of a step but lookup and update
     notes_changes = True  # every change of a row is noted in the store
     fill_choice: Any = None  # how a GPU moves rows, and why
-    plan_room: Any = None  # where slots give way to plans of a GPU; None: they do not
     # Different rows of a batch, before the first is planned; None: not known.
     expected_rows: int | None = None
 
@@ -67,22 +52,27 @@ class RowGroup:
         self.state = settings.state_columns
         self.output_dtype = settings.output_dtype
         self.overflow = Overflow(settings.dim)
+        self.capture = NoCapture()
+        self.plan_room = FixedSlots()
 
-    def use(self, parts: Parts) -> None:
-        """Take parts that were built for this engine."""
-        self.memory, self.planning, self.mover = parts.memory, parts.planning, parts.mover
-        self.arithmetic, self.direct = parts.arithmetic, parts.direct
-        self.slots: Tensor = parts.memory.slots
-        self.store: Store = parts.memory.store
-
-    def drop_parts(self) -> None:
-        """Free the parts, before others take their memory."""
-        del self.memory, self.planning, self.mover, self.arithmetic, self.direct, self.slots
+    def use(
+        self, memory: Any, planning: Any, mover: NoMoves, arithmetic: Any, direct: DirectPath
+    ) -> None:
+        """Take parts that were built for this engine. Each has one face and several kinds."""
+        self.memory, self.planning, self.mover = memory, planning, mover
+        self.arithmetic, self.direct = arithmetic, direct
+        self.slots: Tensor = memory.slots
+        self.store: Store = memory.store
+        # What a part does for the engine, without a call in between.
+        self.parts_of, self.read_parts = direct.parts_of, direct.read_parts
+        self.gather, self.scatter, self.flush = direct.gather, direct.scatter, direct.flush
+        self.chunk_rows, self.settle = direct.chunk_rows, mover.settle
+        self.freeze, self.expect_changes = self.store.frozen.freeze, memory.expect_changes
 
     @property
     def num_slots(self) -> int:
         """Rows that fit fast memory."""
-        return len(self.slots) - 1
+        return int(self.memory.null_slot)
 
     # -- planning ----------------------------------------------------------------------
 
@@ -127,10 +117,6 @@ class RowGroup:
         outside = work.ids.ids[self.direct.locate(work.ids.ids) == FREE]
         self.counters.count(work.ids, fetched=outside, evicted=outside)
 
-    def remedy(self, batches: str) -> str:
-        """Say what would hold batches that passed in chunks."""
-        return self.overflow.remedy(batches, self.num_slots)
-
     @property
     def planner(self) -> Any:
         """The planner of slots; rows that are all in fast memory have none on a CPU."""
@@ -171,14 +157,6 @@ class RowGroup:
             vectors: Tensor = self.arithmetic.pool_planned(work, x)
             return vectors
         return self.direct.read(work.with_ids(x))
-
-    def parts_of(self, x: Lookups) -> list[ReadPart]:
-        """Split the bags of a batch that is only read. Reads no row."""
-        return self.direct.parts_of(x)
-
-    def read_parts(self, parts: list[ReadPart]) -> Tensor:
-        """Return one vector per bag of what `parts_of` gave. Several threads may read."""
-        return self.direct.read_parts(parts)
 
     def weight_grads(self, work: Work, x: Lookups, grads: Tensor) -> Tensor:
         """Return the gradients of per-sample weights, from the rows before their update, [L]."""
@@ -224,43 +202,14 @@ class RowGroup:
     # -- rows --------------------------------------------------------------------------
 
     @property
-    def chunk_rows(self) -> int:
-        """Rows that pass through the buffer at once."""
-        return self.direct.chunk_rows
-
-    @property
     def is_settled(self) -> bool:
         """Whether rows can be found without moving any: then several threads may read."""
         return bool(self.mover.is_settled)
 
-    def settle(self) -> None:
-        """Finish what is between collect and insert: every row is in its slot or in the store."""
-        self.mover.settle()
-
-    def gather(self, ids: Tensor, out: Tensor) -> Tensor:
-        """Copy the newest bytes of rows, each given once, into `out`."""
-        return self.direct.gather(ids, out)
-
-    def scatter(self, ids: Tensor, rows: Tensor) -> None:
-        """Replace rows, each given once, wherever they are now."""
-        self.direct.scatter(ids, rows)
-
-    def flush(self) -> None:
-        """Bring the store up to date."""
-        self.direct.flush()
-
-    def freeze(self, ids: Tensor | None) -> None:
-        """From the next step on, leave these rows and their state as they are; None: no row."""
-        self.store.frozen.freeze(ids)
-
     def replaced(self) -> None:
         """Rows were replaced in the store, while nothing was in flight."""
-        self.memory.expect_changes()
+        self.expect_changes()
         self.reload()
-
-    def expect_changes(self) -> None:
-        """Another engine will change rows in the store."""
-        self.memory.expect_changes()
 
     def reload(self) -> None:
         """Read all rows that have slots once more from the store, where others changed them."""
@@ -289,6 +238,7 @@ class RowGroup:
 
     def pin_rows(self, ids: Tensor) -> None:
         """Empty the slots, pin these rows, hottest first, and load them. Nothing is in flight."""
+        self.plan_room.allocate()
         with self.lanes.on("plan"):  # in which all that plans need was made
             self.flush()
             assert not self.flight.uncollected, "rows of planned batches have not moved yet"
@@ -306,7 +256,7 @@ class RowGroup:
 
     def num_bytes(self) -> dict[str, int]:
         """Return the bytes of fast memory by part."""
-        return {
+        return self.plan_room.num_bytes() or {
             **self.memory.num_bytes(), **self.planning.num_bytes(), **self.mover.num_bytes(),
         }  # fmt: skip
 
@@ -341,7 +291,7 @@ def cpu_rows(layout: WidthGroup, **options: Any) -> RowGroup:
         arithmetic = HostArithmetic(settings, rows.slots)
         planning = AllRowsPlanning(settings, group.flight, counters)
         direct = HostDirectPath(settings, rows, mover, arithmetic, planning.moves_in_flight)
-        group.use(Parts(rows, planning, mover, arithmetic, direct))
+        group.use(rows, planning, mover, arithmetic, direct)
         return group
     group = RowGroup(settings, Flight(settings.strategy.hold.past), counters)
     memory = SlotMemory(settings, settings.share)
@@ -349,5 +299,5 @@ def cpu_rows(layout: WidthGroup, **options: Any) -> RowGroup:
     arithmetic = HostArithmetic(settings, memory.slots)
     slots = SlotPlanning(settings, group.flight, counters, memory)
     direct = HostDirectPath(settings, memory, copies, arithmetic, slots.moves_in_flight)
-    group.use(Parts(memory, slots, copies, arithmetic, direct))
+    group.use(memory, slots, copies, arithmetic, direct)
     return group

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import chain, repeat
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,23 +17,8 @@ from torch import Tensor
 FREE = -1
 
 
-class RowMap(Protocol):
-    """Row to slot. `lookup` gives -1 for a row without one."""
-
-    def lookup(self, ids: Tensor) -> Tensor: ...
-
-    def insert(self, ids: Tensor, slots: Tensor) -> None: ...
-
-    def remove(self, ids: Tensor) -> None: ...
-
-    def count(self) -> int: ...
-
-    @property
-    def num_bytes(self) -> int: ...
-
-
 class DenseMap:
-    """Four bytes for every row of the tables."""
+    """Row to slot: four bytes for every row of the tables. `lookup` gives -1 for an absent row."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self._slots = torch.full((num_rows,), FREE, dtype=torch.int32, device=device)
@@ -168,7 +153,7 @@ class Scratchpad:
         self.num_slots, self.num_rows = num_slots, num_rows
         self.slots = torch.zeros(num_slots + 1, width, device=device)
         self.row_of_slot = torch.full((num_slots,), FREE, dtype=torch.int64, device=device)
-        self.map: RowMap = DenseMap(num_rows, device) if dense_map else HashMap(self.row_of_slot)
+        self.map: Any = DenseMap(num_rows, device) if dense_map else HashMap(self.row_of_slot)
 
     @property
     def null_slot(self) -> int:
@@ -198,6 +183,6 @@ class Scratchpad:
         taken = (self.row_of_slot != FREE).nonzero().squeeze(1)
         rows = self.row_of_slot[taken]
         assert rows.unique().numel() == rows.numel(), "a row has two slots"
-        assert torch.equal(self.map.lookup(rows), taken), "row -> slot and slot -> row disagree"
-        assert self.map.count() == rows.numel(), "row -> slot and slot -> row disagree in number"
+        assert torch.equal(self.map.lookup(rows).long(), taken), "the maps disagree"
+        assert self.map.count() == rows.numel(), "the maps disagree in number"
         assert not self.slots[self.null_slot].any(), "the padding slot was written to"

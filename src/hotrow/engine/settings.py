@@ -60,6 +60,11 @@ class Settings:
         """Where each piece of optimizer state stands in a row."""
         return self.optimizer.rule.state_columns(self.dim)
 
+    @cached_property
+    def device_bases(self) -> torch.Tensor:
+        """The first id of each table, and the number of rows, on the device."""
+        return torch.tensor([*self.layout.bases, self.layout.num_rows], device=self.device)
+
     @property
     def state_start(self) -> list[float]:
         """The value that each state column starts with."""

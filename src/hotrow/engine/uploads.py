@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hotrow.engine.settings import Settings
 from hotrow.support.streams import Lanes, Mark
 
 _PLACES = 32  # as many may be under way before the host waits
@@ -40,28 +40,35 @@ class Upload:
 
 
 class TableScalars:
-    """A rule's numbers for each table, [T, K]; one tensor for ever, so that a captured step follows
-    a schedule."""
+    """An optimizer's numbers for each table, [T, K]; one tensor for ever, so that a captured step
+    follows a schedule."""
 
-    def __init__(self, find: Callable[[], list[tuple[float, ...]]], lanes: Lanes) -> None:
-        """`find` gives the same list for as long as nothing changes."""
-        self._find, self._lanes = find, lanes
+    def __init__(self, settings: Settings) -> None:
+        self._optimizer, self._names = settings.optimizer, settings.table_names
+        self._lanes = settings.lanes
         self._values: Any = None
         self._upload: Upload | None = None
-        self.alike = True  # all tables have those of the first
+        self._are_equal = True  # all tables have those of the first
 
     def push(self) -> None:
         """Bring them up to date."""
-        values = self._find()
-        if values is self._values:
+        values = self._optimizer.table_scalars(self._names)
+        if values is self._values:  # nothing has changed
             return
-        self.alike = all(each == values[0] for each in values)
+        self._are_equal = all(each == values[0] for each in values)
         if self._upload is None:
             self._upload = Upload((len(values), len(values[0])), torch.float32, self._lanes)
-        self._upload.send(values[0] if self.alike else values)
+        self._upload.send(values[0] if self._are_equal else values)
         self._values = values  # now that they are there
 
     @property
-    def there(self) -> Tensor:
-        assert self._upload is not None, "push() comes first"
-        return self._upload.there
+    def are_alike(self) -> bool:
+        """Whether all tables have the same numbers, and will have."""
+        return self._are_equal and not self._optimizer.counts_apart
+
+    def now(self, bases: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the numbers, and `bases`, where tables begin, if tables differ."""
+        if self._lanes.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            self.push()
+        assert self._upload is not None, "push() comes before a capture"
+        return self._upload.there, None if self.are_alike else bases

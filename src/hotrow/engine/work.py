@@ -1,4 +1,4 @@
-"""One batch's lookups in one width group, on their way to training."""
+"""One batch's lookups in one width group, and which batches are on their way to training."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hotrow.engine.split_batch import Place
-from hotrow.inputs.batch import Batch, Lookups
-from hotrow.kernels.reference import SortedIds
+from hotrow.inputs.batch import Batch, Lookups, divisor_of, lookups_of, outline_of
+from hotrow.kernels.reference import SortedIds, sort_ids
 
 
 class Work:
@@ -24,7 +24,6 @@ class Work:
     collected = False  # leaving rows have been read
     inserted = False  # entering rows are in their slots
     announced = True  # the batch was expected, so batches before it hold its rows
-    static_input: int | None = None  # which captured step's input it is in, if any
 
     @property
     def lookups(self) -> Lookups:
@@ -64,6 +63,49 @@ class Work:
         return torch.equal(self.looked_up(), planned.looked_up())
 
 
+class DeferredWork(Work):
+    """A batch whose ids a device checks and sorts; how many are unique is known later."""
+
+    def __init__(self, group: Any, batch: Batch) -> None:
+        self.group = group
+        self.arrive(batch)
+
+    def arrive(self, batch: Batch) -> None:
+        self.batch = batch
+        self._lookups: Lookups | None = None
+        self._bag_of: Tensor | None = None
+        self._sorted: SortedIds | None = None
+
+    @property
+    def lookups(self) -> Lookups:
+        """The lookups without ids: reading those would wait for the device."""
+        if self._lookups is None:
+            self._lookups = self._outline()
+        return self._lookups
+
+    def _outline(self) -> Lookups:
+        x = outline_of(self.batch, self.group.layout)
+        divisor = divisor_of(self.batch, x, self.group.layout)
+        return Lookups(x.ids, x.offsets, divisor, x.bags_per_feature, x.by_sample, x.spans)
+
+    @property
+    def bag_of(self) -> Tensor | None:
+        """The bag of each lookup; None where each is its own."""
+        if self._bag_of is None and self.lookups.offsets is not None:
+            self._bag_of = self.lookups.bag_of().int()
+        return self._bag_of
+
+    @property
+    def ids(self) -> SortedIds:
+        if self._sorted is None:
+            self._sorted = self._sort()
+        return self._sorted
+
+    def _sort(self) -> SortedIds:
+        ids = lookups_of(self.batch, self.group.layout).ids
+        return sort_ids(ids, self.group.layout.num_rows)
+
+
 class SortedWork(Work):
     """A batch whose ids the host has checked and sorted."""
 
@@ -90,3 +132,65 @@ class SortedPart(SortedWork):
         super().__init__(whole.group, lookups, ids)
         self.whole, self.place = whole, place
         self.plan, self.collected, self.inserted = whole.plan, whole.collected, whole.inserted
+
+
+class Flight:
+    """Which planned batches have not moved their rows yet, and which rows may have left.
+
+    The maps describe the state after all planned batches. `uncollected` and `in_transit` tell how
+    far the bytes are behind.
+    """
+
+    rows_move = True
+
+    def __init__(self, past: int) -> None:
+        """`past`: how many later batches may be collected before a batch's rows may leave."""
+        self.past = past
+        self.newest_collected = -1  # number of the last plan whose leaving rows were read
+        self.uncollected: list[Work] = []  # planned; no byte has moved
+        self.in_transit: list[Work] = []  # collected, and not inserted
+
+    def begin(self, work: Work) -> None:
+        """A batch was planned."""
+        self.uncollected.append(work)
+
+    def collect(self, work: Work, *, inserted: bool) -> None:
+        """The leaving rows of a batch were read; `inserted`: its rows are in their slots."""
+        self.uncollected.remove(work)
+        work.collected, work.inserted = True, inserted
+        self.newest_collected = work.plan.number
+        if not inserted:
+            self.in_transit.append(work)
+
+    def insert(self, work: Work) -> None:
+        """The rows of a batch that was in transit are in their slots."""
+        self.in_transit.remove(work)
+        work.inserted = True
+
+    def drop(self, work: Work) -> None:
+        """A plan failed: the batch takes the direct path, or is planned again."""
+        work.plan = None
+        if work in self.uncollected:
+            self.uncollected.remove(work)
+
+    def holds(self, work: Work) -> bool:
+        """Whether a batch's rows are in the slots that were planned for it."""
+        if work.plan is None or not work.inserted:
+            return False
+        return self.newest_collected <= int(work.plan.number) + self.past
+
+    def end(self, number: int) -> None:
+        """No batch up to this number has its rows in slots: late gradients take the direct path."""
+        self.newest_collected = number
+
+
+class AtRest(Flight):
+    """The flight of rows that never move: every row is in its own slot."""
+
+    rows_move = False
+
+    def __init__(self) -> None:
+        super().__init__(past=0)
+
+    def holds(self, work: Work) -> bool:
+        return work.plan is not None

@@ -90,7 +90,7 @@ class CapturedStep:
         self._inputs: dict[int, StaticInput] = {}  # by the identity of the batch that was yielded
         self._past: deque[Any] = deque(maxlen=8 * settings.inputs)  # overwritten batches
         self._landed = 0
-        self._known: dict[tuple[bool, ...], Any] = {}  # settings of rows, by the engines of a step
+        self._known: dict[tuple[type, ...], Any] = {}  # settings of rows, by the engines of a step
         self._guard: CaptureGuard | None = None
         self._loss = torch.zeros((), device=lanes.device)
         self.pending_loss: PendingLoss | None = None
@@ -102,7 +102,7 @@ class CapturedStep:
         self._spoiled = 0  # captures
         for module in self._collections():
             for group in module.every_group:
-                group.berths = settings.inputs
+                group.capture.inputs = settings.inputs
         if max_lookups is not None:
             self._make_room(max_lookups)
 
@@ -118,9 +118,7 @@ class CapturedStep:
         """Fix the room of a collection with one width; several widths share the lookups."""
         for module in self._collections():
             if len(module.groups) == 1:
-                group: Any = module.groups[0]
-                if group.can_be_captured:
-                    group.planning.room.fix(max_lookups)
+                module.groups[0].capture.fix_lookups(max_lookups)
 
     # -- batches that arrive -----------------------------------------------------------
 
@@ -289,23 +287,22 @@ class CapturedStep:
     def _replay(self, graph: _Graph, static: StaticInput, split: Split | None) -> None:
         if static.pending_loss is not None:
             static.pending_loss()  # its memory is written now
-        cuts = list(zip(static.on_host, graph.cuts, strict=True))
+        around = list(zip(works_of(static.planned), graph.boundaries, strict=True))
         # Under one lock, or rows might miss an update that the dense part has had.
         with writing([collection.lock for collection, _ in static.planned]):
-            for work, cut in cuts:
-                work.group.load_vectors(work, cut)
+            for work, boundary in around:
+                boundary.load(work)
             for collection, tables in graph.updated:
                 collection.optimizer.count_step(tables)
                 if collection.optimizer.rule.uses_step:
                     for group in collection.groups:
-                        if group.can_be_captured:
-                            group.arithmetic.scalars.push()
+                        group.capture.push_scalars()
             if split is not None:
                 graph.replay_first()
                 split.wait()
             graph.replay()
-            for work, cut in cuts:
-                work.group.apply_gradients(work, cut)
+            for work, boundary in around:
+                boundary.apply(work)
 
     def _leave(self, trained: StaticInput) -> None:
         """Free a static input, and those of earlier batches that were not trained."""
@@ -349,7 +346,8 @@ class CapturedStep:
         if self._refused:
             return None
         first = 0 if split is None else split.first
-        key = (first, *(id(work.plan.buffers) for work in static.captured))
+        works = works_of(static.planned)
+        key = (first, *(id(work.group.capture.memory_of(work)) for work in works))
         if key not in static.graphs:
             try:
                 graph = self._capture(static, split)
@@ -390,7 +388,8 @@ class CapturedStep:
         collections = [collection for collection, _ in static.planned]
         for collection in collections:
             collection.optimizer.in_graph = None
-        cuts = [work.group.make_boundary(work) for work in static.on_host]
+        works = works_of(static.planned)
+        boundaries = [work.group.capture.boundary(work) for work in works]
         counters = _host_state(self._optimizer)
         before = [counter.clone() for counter in counters]
         with writing([collection.lock for collection in collections]), static.with_padding():
@@ -412,14 +411,15 @@ class CapturedStep:
                 for counter, value in counted:
                     counter.copy_(value)
         self._pool = graph.pool()
-        buffers = [work.plan.buffers for work in static.captured]
+        kept = [work.group.capture.memory_of(work) for work in works]
         # Frozen collections, and those without a part in the loss, are not updated.
         updated = [
             (collection, collection.optimizer.in_graph)
             for collection in collections
             if collection.optimizer.in_graph is not None
         ]
-        return _Graph(graph, [counter for counter, _ in counted], buffers, updated, cuts, first)
+        counters = [counter for counter, _ in counted]
+        return _Graph(graph, counters, kept, updated, boundaries, first)
 
     def drop(self) -> None:
         """Capture again: the step has changed."""
@@ -427,16 +427,11 @@ class CapturedStep:
 
     def _drop_if_stale(self, planned: PlannedBatches) -> None:
         """Forget graphs if settings have changed; graphs read tensors on the device anew."""
-        every: list[Any] = [group for collection, _ in planned for group in collection.groups]
-        groups = [group for group in every if group.can_be_captured]
-        for group in groups:
-            group.arithmetic.scalars.push()
+        collections = [collection for collection, _ in planned]
         settings = (
-            [group.arithmetic.scalars.are_alike for group in groups],
-            [_address(group.store.frozen.bits) for group in groups],
-            [_address(x and x.there) for x in (group.store.changed for group in groups)],
-            [collection.grad_scale for collection, _ in planned],
-            [collection.requires_grad for collection, _ in planned],
+            [group.capture.settings() for module in collections for group in module.groups],
+            [collection.grad_scale for collection in collections],
+            [collection.requires_grad for collection in collections],
         )
         engines, is_first = engines_of(planned), not self._known
         known = self._known.setdefault(engines, settings)  # nothing is captured before that
@@ -470,13 +465,13 @@ class _Graph:
         counted: list[Tensor],
         kept: Any,
         updated: list[tuple[Any, tuple[str, ...]]],
-        cuts: list[Any],
+        boundaries: list[Any],
         first: Any = None,
     ) -> None:
-        """`updated`: the collections whose rows it updates, and which tables. `cuts`: where the
-        host looks rows up. `first`: the graph of the first phase, if there are two."""
+        """`updated`: the collections whose rows it updates, and which tables. `boundaries`: what
+        the host does around it. `first`: the graph of the first phase, if there are two."""
         self._graph, self._counted, self._kept = graph, counted, kept
-        self.updated, self.cuts, self._first = updated, cuts, first
+        self.updated, self.boundaries, self._first = updated, boundaries, first
 
     def replay_first(self) -> None:
         self._first.replay()
@@ -512,7 +507,3 @@ def _why_not(optimizer: torch.optim.Optimizer | None) -> str | None:
         f"{type(inner).__name__} counts its steps on the host, and what it does depends on them; "
         "capturable=True lets the device count, where it has that option"
     )
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

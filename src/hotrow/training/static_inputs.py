@@ -27,19 +27,16 @@ def works_of(planned: PlannedBatches) -> list[Any]:
     return [work for _, batch in planned for work in batch.works]
 
 
-def engines_of(planned: PlannedBatches) -> tuple[bool, ...]:
-    """Return which engine keeps the rows of each group: the launches depend on it."""
-    return tuple(work.group.can_be_captured for work in works_of(planned))
+def engines_of(planned: PlannedBatches) -> tuple[type, ...]:
+    """Return how each engine's rows are captured: the launches depend on it."""
+    return tuple(type(work.group.capture) for work in works_of(planned))
 
 
 def can_land(collection: EmbeddingBagCollection, planned: PlannedBatch) -> bool:
     """Whether graphs may read a batch. If the host looks rows up, the graph reads the rest."""
-    if all(work.group.can_be_captured for work in planned.works):
-        return True
-    return (
-        all(work.group.can_be_cut for work in planned.works)
-        and planned.batch.offsets is None
-        and collection.pipeline.updates_at_once
+    at_once = collection.pipeline.updates_at_once
+    return all(
+        work.group.capture.accepts(planned.batch, updates_at_once=at_once) for work in planned.works
     )
 
 
@@ -67,7 +64,7 @@ class InputForm:
         tensors: Sequence[Tensor],
         room: dict[int, int],  # size of tensors with an element per lookup, by place in the batch
         facts: tuple[Any, ...],  # what else launches depend on
-        engines: tuple[bool, ...] = (),  # as `engines_of` returns them
+        engines: tuple[type, ...] = (),  # as `engines_of` returns them
     ) -> None:
         self.tensors, self.room = tensors, room
         shapes = tuple(
@@ -99,16 +96,6 @@ class StaticInput:
         self.loss = torch.zeros((), pin_memory=self.tensors[0].is_cuda)
         self.pending_loss: PendingLoss | None = None
 
-    @property
-    def captured(self) -> list[Any]:
-        """Works whose lookup and update are part of the graph."""
-        return [work for work in works_of(self.planned) if work.group.can_be_captured]
-
-    @property
-    def on_host(self) -> list[Any]:
-        """Works whose lookup and update the host does, around the graph."""
-        return [work for work in works_of(self.planned) if not work.group.can_be_captured]
-
     def can_be_replayed(self, batch: Any) -> bool:
         """Whether the batch is unchanged, its rows are in place, and one update follows.
 
@@ -119,10 +106,15 @@ class StaticInput:
             len(shown) == len(self.shown)
             and all(map(is_, shown, self.shown))
             and all(planned.is_unchanged for _, planned in self.planned)
-            and all(work.group.active for work in works_of(self.planned))
-            and all(work.group.slots_hold(work) for work in self.captured)
             and not any(collection.is_accumulating for collection, _ in self.planned)
-            and (not self.on_host or all(c.pipeline.updates_at_once for c, _ in self.planned))
+            and all(self._can_replay(*planned) for planned in self.planned)
+        )
+
+    @staticmethod
+    def _can_replay(collection: EmbeddingBagCollection, planned: PlannedBatch) -> bool:
+        at_once = collection.pipeline.updates_at_once
+        return all(
+            work.group.capture.can_replay(work, updates_at_once=at_once) for work in planned.works
         )
 
     def take(self, form: InputForm, landed: int) -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import count
@@ -238,14 +237,9 @@ def loop_of_a_trainer(embedding: hotrow.EmbeddingBagCollection) -> None:
     trainer.evaluate(batches[:2])
 
 
-def loop(embedding: hotrow.EmbeddingBagCollection) -> None:
-    train(embedding, ONE_HOT.batches(STEPS))
-
-
-@pytest.mark.parametrize("way", [pytest.param(loop, marks=pytest.mark.slow), loop_of_a_trainer])
-def test_memory_is_given_back_with_the_last_reference(way: Callable[..., None]) -> None:
+def test_memory_is_given_back_after_a_trainer() -> None:
     embedding = tight("one-hot", "adagrad", writer=Writer(1))  # one that no other test holds
-    way(embedding)
+    loop_of_a_trainer(embedding)
     (group,) = embedding.groups
     back = group.mover.back
     assert any(load.job for load in back._loads)

@@ -7,7 +7,6 @@ interpreter runs the kernels, which is slow: tests/engine/gpu/test_on_gpu.py tri
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -22,6 +21,8 @@ from builders import (
     Outcome,
     budget_with_pins,
     build,
+    check_chunks,
+    collection_of,
     drifting_batches,
     outcome,
     pairwise,
@@ -73,27 +74,14 @@ def all_fast(case: str, rule: str, steps: int = STEPS) -> Outcome:
 @pytest.mark.thinned(5)
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(choice.values()))
 def test_a_strategy_gives_the_bits_of_all_fast(choice: dict[str, str]) -> None:
-    case = CASES[choice["case"]]
-    batches, strategy = case.batches(STEPS), variant(choice["strategy"], victims=choice["victims"])
-    if choice["fill"] == "staged" and strategy.stages is FUSED:
-        strategy = variant(choice["strategy"], "split", choice["victims"])
-    budget = tight_budget(
-        case, batches, strategy.hold, part=0.6 if choice["budget"] == "chunked" else 1.0,
-        dense_map=choice["map"] == "dense",
-    )  # fmt: skip
-    if choice["budget"] == "roomy":
-        shares = [replace(share, slots=3 * share.slots) for share in budget.shares]
-        budget = replace(budget, shares=tuple(shares))
-    options = {"budget": budget, "fill": choice["fill"], **by_gpu()}
-    embedding = build(case, choice["rule"], strategy, **options)
-    found = train(embedding, batches, depth=3 if strategy.overlapped else None)
+    batches, staged = CASES[choice["case"]].batches(STEPS), choice["fill"] == "staged"
+    is_split = staged and variant(choice["strategy"]).stages is FUSED
+    choice = {**choice, "schedule": "split" if is_split else ""}
+    embedding = collection_of(choice, batches, fill=choice["fill"], **by_gpu())
+    found = train(embedding, batches, depth=3 if embedding.strategy.overlapped else None)
     assert found.same_bits(all_fast(choice["case"], choice["rule"]))
-    chunked = embedding.traffic().chunked_batches
-    if choice["budget"] == "chunked":
-        assert chunked > 0
-    if choice["budget"] == "tight":
-        assert embedding.traffic().evicted_rows > 0
-        assert chunked == 0 or strategy.pinned_part
+    check_chunks(choice, embedding)
+    assert embedding.traffic().evicted_rows > 0 or choice["budget"] != "tight"
 
 
 def test_the_choices_have_everything_once() -> None:
@@ -189,10 +177,9 @@ def test_the_width_that_gains_least_says_how_far_to_look_ahead() -> None:
 
 def test_a_larger_batch_makes_the_window_shorter_and_training_goes_on() -> None:
     table = hotrow.EmbeddingBagConfig("a", 5000, 4, ["a"])
-    embedding = hotrow.EmbeddingBagCollection(
-        [table], hotrow.SGD(lr=0.1), budget=60_000, **by_gpu()
-    )
-    embedding.groups[0].planner.window_bytes = 8 * 8 * 4  # room for 8 of the smaller ones
+    window = 8 * 8 * 4  # room for 8 of the smaller ones
+    budget = hotrow.Budget((hotrow.Share(1000, 64, True),), window_bytes=window)
+    embedding = hotrow.EmbeddingBagCollection([table], hotrow.SGD(lr=0.1), budget, **by_gpu())
     batches = [torch.arange(size)[:, None] * 200 + 7 for size in [8] * 8 + [24] * 9]
     done = 0
     for batch in hotrow.ahead(batches, embedding):

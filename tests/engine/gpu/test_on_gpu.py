@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -22,17 +22,18 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader
 
+import builders
 import hotrow
 from builders import (
     CASES,
+    COMBINATIONS,
     RULES,
-    SCHEDULES,
-    Case,
     Outcome,
     Samples,
+    check_chunks,
+    collection_of,
     is_left_out_of_forks,
     outcome,
-    pairwise,
     readout,
     skewed,
     tight_budget,
@@ -62,12 +63,7 @@ STRESS_STEPS = int(os.environ.get("HOTROW_STRESS_STEPS", "300"))
 CHURN_STEPS = int(os.environ.get("HOTROW_CHURN_STEPS", "2000"))
 
 
-def build(
-    case: Case, rule: str = "sgd", strategy: str | Strategy = "all-fast", **options: Any
-) -> hotrow.EmbeddingBagCollection:
-    return hotrow.EmbeddingBagCollection(
-        case.tables, RULES[rule], strategy=strategy, seed=3, device=DEVICE, **options
-    )
+build = partial(builders.build, device=DEVICE)
 
 
 # -- what the CPU has, too -----------------------------------------------------------------
@@ -111,23 +107,6 @@ def test_the_planner_stays_consistent_on_a_gpu(order: str, dense_map: bool) -> N
 
 # -- strategies ----------------------------------------------------------------------------
 
-EXACT = [
-    name for name, each in STRATEGIES.items() if each.contract == "exact" and not each.everything
-]
-COMBINATIONS = list(
-    pairwise(
-        {
-            "strategy": [*EXACT, "lookahead with profile", "static with profile"],
-            "schedule": list(SCHEDULES),
-            "victims": ["own", "random", "most-recent"],
-            "budget": ["tight", "chunked", "roomy"],
-            "rule": list(RULES),
-            "case": list(CASES),
-            "map": ["dense", "hash"],
-        }
-    )
-)
-
 
 @cache
 def all_fast(case: str, rule: str) -> Outcome:
@@ -136,38 +115,18 @@ def all_fast(case: str, rule: str) -> Outcome:
 
 @pytest.mark.parametrize("choice", COMBINATIONS, ids=lambda c: "-".join(c.values()))
 def test_a_strategy_gives_the_bits_of_all_fast(choice: dict[str, str]) -> None:
-    case = CASES[choice["case"]]
-    batches = case.batches(STEPS)
-    name, *rest = choice["strategy"].split()
-    strategy = variant(name, choice["schedule"], choice["victims"])
-    part = 0.6 if choice["budget"] == "chunked" else 1.0
-    budget = tight_budget(
-        case, batches, strategy.hold, part=part, dense_map=choice["map"] == "dense"
-    )
-    if choice["budget"] == "roomy":
-        shares = [replace(share, slots=3 * share.slots) for share in budget.shares]
-        budget = replace(budget, shares=tuple(shares))
-    profile = None
-    if rest:
-        profile = {t.name: torch.arange(t.num_embeddings, 0, -1) for t in case.tables}
-    embedding = build(case, choice["rule"], strategy, budget=budget, profile=profile)
-    found = train(embedding, batches, depth=6 if strategy.overlapped else None)
+    batches = CASES[choice["case"]].batches(STEPS)
+    embedding = collection_of(choice, batches, device=DEVICE)
+    found = train(embedding, batches, depth=6 if embedding.strategy.overlapped else None)
     assert found.same_bits(all_fast(choice["case"], choice["rule"]))
-    chunked = embedding.traffic().chunked_batches
-    if choice["budget"] == "chunked":
-        assert chunked > 0
-    if choice["budget"] == "tight" and not strategy.pinned_part:
-        assert chunked == 0
+    check_chunks(choice, embedding)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_all_fast_trains_like_the_cpu(case: str) -> None:
     for rule in RULES:
         found = all_fast(case, rule)
-        host = hotrow.EmbeddingBagCollection(
-            CASES[case].tables, RULES[rule], strategy="all-fast", seed=3
-        )
-        expected = train(host, CASES[case].batches(STEPS))
+        expected = train(build(CASES[case], rule, device="cpu"), CASES[case].batches(STEPS))
         assert found.weights.keys() == expected.weights.keys()
         for mine, theirs in ((found.weights, expected.weights), (found.state, expected.state)):
             torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)

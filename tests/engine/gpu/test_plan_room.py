@@ -88,7 +88,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "lru": {"batches": dense(90), "strategy": "lru"},
     "two-widths": {"batches": dense(40, features=2), "widths": (4, DIM)},
     "nearly-all-rows": {"batches": dense(90), "budget": "125%"},
+    "bulk": {"batches": dense(90), "fill": "bulk"},
 }
+BULK = pytest.param("bulk", marks=[NO_THREADS, pytest.mark.slow])
 
 
 @pytest.mark.slow  # by the interpreter
@@ -103,7 +105,7 @@ def test_a_small_budget_keeps_its_slots_and_plans_come_on_top() -> None:
 
 
 @pytest.mark.thinned(4)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*list(SHAPES)[:-1], BULK])
 def test_everything_is_within_the_budget(shape: str) -> None:
     options = dict(SHAPES[shape])
     batches = options.pop("batches")
@@ -115,20 +117,12 @@ def test_everything_is_within_the_budget(shape: str) -> None:
         assert sum(embedding.memory().values()) > 0.85 * granted
 
 
-@NO_THREADS
-@pytest.mark.slow
-def test_rows_that_leave_in_bulk_are_within_the_budget() -> None:
-    embedding = build(fill="bulk")
-    assert embedding.fills()[DIM].form == "bulk"
-    train_within(embedding, dense(90), embedding.bytes_total // 4)
-
-
 def all_fast(batches: list[Any], **options: Any) -> Outcome:
     return train(build(None, strategy="all-fast", **options), batches)
 
 
 @pytest.mark.thinned(5)
-@pytest.mark.parametrize("shape", ["many-lookups", "adam", "jagged", "staged", "two-widths"])
+@pytest.mark.parametrize("shape", ["many-lookups", "adam", "jagged", "staged", "two-widths", BULK])
 def test_fewer_slots_give_the_bits_of_all_fast(shape: str) -> None:
     options = dict(SHAPES[shape])
     batches = options.pop("batches")
@@ -142,15 +136,6 @@ def test_fewer_slots_give_the_bits_of_all_fast(shape: str) -> None:
     assert found.same_bits(all_fast(batches, **options))
 
 
-@NO_THREADS
-@pytest.mark.slow  # by the interpreter
-def test_fewer_slots_give_the_bits_of_all_fast_in_bulk() -> None:
-    embedding = build(fill="bulk")
-    before = embedding.num_slots
-    assert train(embedding, dense(90)).same_bits(all_fast(dense(90)))
-    assert embedding.num_slots < before
-
-
 @pytest.mark.slow
 def test_rows_that_were_loaded_before_the_first_batch_stay() -> None:
     weights = torch.arange(ROWS * float(DIM)).view(ROWS, DIM) / 1000
@@ -159,6 +144,28 @@ def test_rows_that_were_loaded_before_the_first_batch_stay() -> None:
         embedding.load_weights("t0", 0, weights)
         outcomes.append(train(embedding, dense(90)))
     assert outcomes[0].same_bits(outcomes[1])
+
+
+def test_slots_are_allocated_once_with_the_first_batch() -> None:
+    """Before, rows are read and replaced in the store, and memory says what there will be."""
+    embedding, plain = build(), build(None, strategy="all-fast")
+    (group,) = embedding.groups
+    first, second = dense(30, count=2)
+    for module in (embedding, plain):
+        module.load_weights("t0", 7, torch.ones(3, DIM))
+        module.eval()
+    with torch.no_grad():
+        assert torch.equal(embedding(first).values(), plain(first).values())
+    embedding.train()
+    embedding.reserve_like(first)
+    embedding.check()
+    expected = embedding.num_slots, embedding.memory()
+    assert len(group.slots) == 2 < embedding.num_slots  # stand-ins
+    train(embedding, [first])
+    slots = group.slots
+    assert (len(slots) - 1, embedding.memory()) == expected
+    train(embedding, [second])
+    assert group.slots is slots
 
 
 def test_batches_that_nobody_announced_are_counted_too() -> None:
@@ -202,7 +209,6 @@ def test_what_was_reserved_is_what_there_will_be() -> None:
 def test_more_than_was_reserved_is_counted_when_it_comes() -> None:
     embedding = build()
     embedding.reserve(10, {"f0": 2})
-    assert embedding.groups[0].planner.capacity == 20
     train_within(embedding, dense(90), embedding.bytes_total // 4)
     assert embedding.groups[0].planner.capacity == 90
 
@@ -310,11 +316,11 @@ def test_bytes_are_counted_beforehand(id_type: torch.dtype, tells: bool) -> None
 
 
 def take(pool: BufferPool, capacity: int, berth: int | None = None) -> PlanBuffers:
-    return pool.take(capacity, capacity, torch.int32, DEVICE, berth, tells=False)
+    return pool.take(capacity, capacity, berth)
 
 
 def test_berths_take_over_what_eager_steps_had() -> None:
-    pool = BufferPool(lanes_of(DEVICE))
+    pool = BufferPool(lanes_of(DEVICE), torch.int32)
     eager = [take(pool, 8) for _ in range(3)]
     for each in eager:
         pool.give_back(each, None)
@@ -330,7 +336,7 @@ def test_berths_take_over_what_eager_steps_had() -> None:
 
 
 def test_buffers_of_a_berth_that_is_gone_serve_others() -> None:
-    pool = BufferPool(lanes_of(DEVICE))
+    pool = BufferPool(lanes_of(DEVICE), torch.int32)
     there, used = take(pool, 8, 1), take(pool, 8, 2)
     pool.give_back(there, 1)
     assert take(pool, 8, 1) is there
@@ -343,7 +349,7 @@ def test_buffers_of_a_berth_that_is_gone_serve_others() -> None:
 
 
 def test_what_is_too_small_goes() -> None:
-    pool = BufferPool(lanes_of(DEVICE))
+    pool = BufferPool(lanes_of(DEVICE), torch.int32)
     pool.give_back(take(pool, 8), None)
     assert take(pool, 9).capacity == 9
     gc.collect()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 
 import hotrow
 from compiling import note_compiled
-from gpu_training import ROWS, Found, Run, batches, same_bits
+from gpu_training import Run, batches, same_bits
 from hotrow.data import ClickBatch
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.tuning import Tuning
@@ -75,87 +73,6 @@ def test_a_smaller_batch_is_not_compiled_where_the_others_are_captured(
     assert set(compiled) == {max(sizes)}
 
 
-def test_the_same_run_twice_gives_the_same_bits() -> None:
-    found = [Run("lookahead", "20%").train(batches()).found() for _ in range(2)]
-    assert same_bits(*found)
-
-
-def test_a_bad_id_in_a_captured_run_leaves_the_bits_of_the_step_before() -> None:
-    bad = 40
-
-    def source() -> Iterator[ClickBatch]:
-        for step, batch in enumerate(batches()):
-            if step == bad:
-                batch.sparse[3, 2] = ROWS[2]
-            yield batch
-
-    run = Run("lookahead", "20%")
-    with pytest.raises(ValueError, match=f"feature 'f2', sample 3: id {ROWS[2]} is outside"):
-        run.train(source())
-    reference = Run().train(list(batches())[:bad])
-    assert same_bits(run.found(), reference.found())
-    run.train(list(batches())[bad:])
-    assert same_bits(run.found(), Run().train(list(batches())).found())
-
-
-def test_a_batch_that_does_not_fit_passes_through_in_the_middle_of_a_captured_run() -> None:
-    def source() -> Iterator[ClickBatch]:
-        for step, batch in enumerate(batches()):
-            if step in (20, 21, 35):
-                wide = torch.arange(256).unsqueeze(1) * torch.tensor([19, 1, 78, 0, 3])
-                batch.sparse[:] = wide[: len(batch.sparse)] + step
-                batch.sparse[:, 3] %= 40
-            yield batch
-
-    run = Run("lookahead", "6%").train(source())
-    assert run.embedding.traffic().chunked_batches > 0
-    assert run.num_graphs > 1
-    assert same_bits(run.found(), Run().train(source()).found())
-
-
-def test_evaluation_between_captured_steps_changes_no_bit() -> None:
-    reference = Run("lookahead", "20%").train(batches()).found()
-    run = Run("lookahead", "20%")
-    records = run.trainer.run(batches())
-    for record in records:
-        for schedule in run.schedules:
-            schedule.step()
-        run.losses.append(record.loss)
-        if record.step % 13 == 0:
-            run.trainer.evaluate(list(batches(3)))
-    assert same_bits(run.found(), reference)
-
-
-def test_a_step_that_cannot_be_captured_runs_eagerly() -> None:
-    run, reference = Run("lookahead", "20%"), Run()
-    plain = run.model.forward
-
-    def reads_back(batch: ClickBatch) -> torch.Tensor:
-        logits = plain(batch)
-        float(logits.sum())
-        return logits
-
-    run.model.forward = reads_back  # type: ignore[method-assign]
-    run.train(batches())
-    assert run.num_graphs == 0
-    assert same_bits(run.found(), reference.train(batches()).found())
-
-
-def test_a_long_run_stays_consistent() -> None:
-    steps = int(os.environ.get("HOTROW_STRESS_STEPS", "400"))
-    run = Run("lookahead", "10%")
-    for record in run.trainer.run(batches(steps)):
-        if record.step % 100 == 0:
-            run.embedding.check()
-    assert same_bits(run.found(), _untold(Run(), steps))
-
-
-def _untold(run: Run, steps: int) -> Found:
-    for _ in run.trainer.run(batches(steps)):
-        pass
-    return run.found()
-
-
 def test_captured_steps_stay_within_the_budget() -> None:
     """Pass after pass, of which the short last batch is captured, too, in the end."""
     budget = 1_300_000
@@ -174,7 +91,7 @@ def test_captured_steps_stay_within_the_budget() -> None:
     assert same_bits(run.found(), reference.found())
 
 
-def test_slots_give_way_without_being_there_twice() -> None:
+def test_slots_that_gave_way_were_never_there() -> None:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before, budget = torch.cuda.memory_reserved(), 200_000_000
@@ -185,6 +102,7 @@ def test_slots_give_way_without_being_there_twice() -> None:
     )  # fmt: skip
     slots = embedding.num_slots
     embedding.reserve(200_000)
+    embedding.groups[0].plan_room.allocate()  # as the first batch does
     assert 0.5 * slots < embedding.num_slots < 0.9 * slots
     assert torch.cuda.max_memory_reserved() - before < 1.4 * budget
 

@@ -7,7 +7,7 @@ it is so to the bit; there, rows "cross" by way of the GPU's kernels in Triton's
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 import hotrow
 from builders import CASES, RULES, Outcome, build, outcome, readout, train
-from contracts import TOLERANCE, as_on_gpu, assert_like, on_device
+from contracts import TOLERANCE, as_on_gpu, assert_like, hot, learning, on_a_gpu, on_device
 from hotrow.data import ClickBatch
 from hotrow.engine.host.link import RowColumns
-from hotrow.engine.host.rows import HostRows
-from hotrow.engine.strategy import STRATEGIES
+from hotrow.engine.host.rows import HostRows, host_rows_engine
+from hotrow.engine.tuning import Tuning
 from hotrow.models import DLRM
 from hotrow.support.streams import lanes_of
 from hotrow.training.graphed import GraphedStep
@@ -104,51 +104,6 @@ def test_what_is_fewer_bytes_crosses(
     assert group.rows_cross(plan, bags) is crosses
 
 
-# -- batches of all kinds ------------------------------------------------------------------
-
-
-def one_table(strategy: str, **options: Any) -> hotrow.EmbeddingBagCollection:
-    table = hotrow.EmbeddingBagConfig("t", 50, 4, ["f"], padding_idx=7, **options)
-    return hotrow.EmbeddingBagCollection([table], hotrow.SGD(lr=0.1), strategy=strategy, seed=1)
-
-
-def jagged(ids: list[int], lengths: list[int]) -> hotrow.KeyedJaggedTensor:
-    values = torch.tensor(ids, dtype=torch.int64)
-    return hotrow.KeyedJaggedTensor(["f"], values, lengths=torch.tensor(lengths, dtype=torch.int64))
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        jagged([], [0, 0, 0]),
-        jagged([7, 7], [2, 0]),
-        jagged([], []),
-        jagged([3] * 200 + [7, 9, 3], [150, 0, 50, 3]),
-        torch.tensor([[7], [3], [3], [7], [9]]),
-        torch.empty(0, 1, dtype=torch.int64),
-    ],
-    ids=["empty bags", "padding alone", "no bags", "a row 201 times", "one each", "no samples"],
-)
-@each_form
-@pytest.mark.parametrize("pooling", ["sum", "mean", "none"])
-def test_odd_batches_train_like_all_fast(batch: Any, pooling: str, form: str) -> None:
-    embedding = as_on_gpu(one_table("hybrid", pooling=pooling), form, late=False)
-    expected = train(one_table("all-fast", pooling=pooling), [batch] * 2)
-    assert_like(train(embedding, [batch] * 2), expected)
-
-
-def test_a_bad_id_is_named_before_any_row_changes() -> None:
-    embedding = one_table("hybrid")
-    before = embedding.state_dict()
-    with pytest.raises(
-        ValueError, match=r"feature 'f', position 1, sample .: id 50 is outside table 't'"
-    ):
-        embedding(jagged([3, 50], [2]))
-    with pytest.raises(ValueError, match=r"feature 'f', sample 1: id -1 is outside table 't'"):
-        embedding(torch.tensor([[3], [-1]]))
-    assert all(torch.equal(before[key], value) for key, value in embedding.state_dict().items())
-
-
 # -- rows that change between lookup and update --------------------------------------------
 
 
@@ -186,31 +141,6 @@ def weight_grads(embedding: hotrow.EmbeddingBagCollection) -> list[Tensor]:
 def test_the_gradient_of_weights_is_that_of_the_newest_rows(form: str) -> None:
     found, expected = weight_grads(crossing(form)), weight_grads(build(MULTI_HOT))
     torch.testing.assert_close(found, expected, **TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    "look",
-    [
-        lambda embedding, _: embedding.state_dict()["embedding_bags.a.weight"],
-        lambda embedding, _: next(iter(embedding.rows("a")))[1],
-        lambda embedding, _: embedding.optimizer.state_dict()["state"]["a"]["sum"],
-        lambda embedding, batch: embedding(batch)["f"],
-        lambda embedding, _: embedding.row_access.flush() or embedding.groups[0].store.rows.clone(),
-        lambda embedding, batch: embedding.eval()(batch)["f"],
-    ],
-    ids=["weights", "rows", "state", "lookup", "store", "evaluation"],
-)
-def test_every_reader_sees_what_backward_has_done(look: Callable[..., Tensor]) -> None:
-    batch = MULTI_HOT.batches(1)[0]
-    seen = []
-    for late in (False, True):
-        embedding = crossing("bags", rule="adagrad", late=late)
-        before = look(embedding, batch).clone()
-        embedding.train()
-        readout(embedding(batch)).backward()
-        seen.append(look(embedding, batch))
-        assert not torch.equal(seen[-1], before)
-    assert torch.equal(*seen)
 
 
 def test_a_run_goes_on_in_another_strategy_with_the_same_bits() -> None:
@@ -265,12 +195,6 @@ def test_the_cpu_alone_is_refused_for_another_device(monkeypatch: pytest.MonkeyP
     )
     with pytest.raises(ValueError, match=r"'cpu' trains on the CPU alone; .* take 'hybrid'"):
         build(MULTI_HOT, strategy="cpu", device="cuda")
-
-
-def test_contracts_are_stated() -> None:
-    for name in ("hybrid", "cpu"):
-        assert STRATEGIES[name].contract == "exact up to rounding"
-        assert not STRATEGIES[name].has_slots
 
 
 def test_strategies_that_move_rows_do_not_mix_with_it() -> None:
@@ -346,25 +270,36 @@ def test_torch_stays_deterministic_for_everybody_else() -> None:
 # -- on a GPU ------------------------------------------------------------------------------
 
 
-def on_a_gpu(test: Callable[..., None]) -> Any:
-    missing = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-    return pytest.mark.gpu(missing(test))
+MAKE = {"hybrid": partial(build, strategy="hybrid", device="cuda"),
+        "static-hybrid": partial(hot, device="cuda")}  # fmt: skip
+each_strategy = pytest.mark.parametrize("strategy", MAKE)
 
 
 @on_a_gpu
+@each_strategy
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("what", ["fewer bytes", *FORMS])
-def test_on_a_gpu_both_forms_train_like_all_fast(case: str, rule: str, what: str) -> None:
-    form = what if what in FORMS else None
-    found = crossing(form, CASES[case], rule, late=True, device="cuda")
-    assert_like(train(found, CASES[case].batches(40)), all_fast(case, rule, 40, "cuda"))
+def test_on_a_gpu_both_forms_train_like_all_fast(
+    case: str, rule: str, what: str, strategy: str
+) -> None:
+    embedding = as_on_gpu(MAKE[strategy](CASES[case], rule), what if what in FORMS else None)
+    assert_like(train(embedding, CASES[case].batches(40)), all_fast(case, rule, 40, "cuda"))
 
 
 @on_a_gpu
+@pytest.mark.parametrize("rule", RULES)
+def test_on_a_gpu_it_learns_and_changes_nothing_by_it(rule: str) -> None:
+    embedding = learning(rule, 60, device="cuda")
+    assert_like(train(embedding, MULTI_HOT.batches(40)), all_fast("multi-hot", rule, 40, "cuda"))
+    assert embedding.groups[0].hot._version >= 3
+
+
+@on_a_gpu
+@each_strategy
 @each_form
 @pytest.mark.parametrize("rule", RULES)
-def test_on_a_gpu_updates_start_from_the_newest_rows(rule: str, form: str) -> None:
+def test_on_a_gpu_updates_start_from_the_newest_rows(rule: str, form: str, strategy: str) -> None:
     def run(embedding: hotrow.EmbeddingBagCollection) -> Outcome:
         first, second, third = on_device(MULTI_HOT.batches(3))
         one, two = readout(embedding(first)), readout(embedding(second))
@@ -376,7 +311,7 @@ def test_on_a_gpu_updates_start_from_the_newest_rows(rule: str, form: str) -> No
         one.backward()
         return outcome(embedding, [one.detach(), two.detach()])
 
-    found = crossing(form, rule=rule, late=True, device="cuda")
+    found = as_on_gpu(MAKE[strategy](MULTI_HOT, rule), form)
     assert_like(run(found), run(build(MULTI_HOT, rule, device="cuda")))
 
 
@@ -391,24 +326,28 @@ def test_on_a_gpu_the_gradient_of_weights_is_that_of_the_newest_rows(form: str) 
 @on_a_gpu
 @each_form
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_large_batches_keep_their_rows_apart(dtype: torch.dtype, form: str) -> None:
+@pytest.mark.parametrize("kind", ["hybrid", "profiled", "learning"])
+def test_large_batches_keep_their_rows_apart(kind: str, dtype: torch.dtype, form: str) -> None:
     """So large that copies are still under way when the next thing is launched."""
     rows, size, features = 200_000, 8192, 8
     generator = torch.Generator().manual_seed(0)
     draws = [torch.rand(size, features, generator=generator) for _ in range(12)]
     batches = [(draw**4 * rows).long().pin_memory() for draw in draws]
     tables = [hotrow.EmbeddingBagConfig(f"t{i}", rows, 64, [f"f{i}"]) for i in range(features)]
+    counts = torch.arange(rows // 20), torch.arange(rows // 20, 0, -1).float()
+    options: dict[str, Any] = {"strategy": "hybrid"}
+    if kind != "hybrid":
+        engine = partial(host_rows_engine, tuning=Tuning(learn_after=(3, 6, 9)))
+        options = {"strategy": "static-hybrid", "budget": "5%", "engine": engine}
+    if kind == "profiled":
+        options["profile"] = {table.name: counts for table in tables}
     results = []
-    for strategy in ("all-fast", "hybrid"):
+    for given in ({"strategy": "all-fast"}, options):
         embedding = hotrow.EmbeddingBagCollection(
-            tables,
-            hotrow.SGD(lr=0.05),
-            strategy=strategy,
-            device="cuda",
-            output_dtype=dtype,
-            seed=0,
-        )
-        if strategy == "hybrid":
+            tables, hotrow.RowWiseAdagrad(lr=0.05), device="cuda", output_dtype=dtype, seed=0,
+            **given,
+        )  # fmt: skip
+        if given is options:
             as_on_gpu(embedding, form)
         for ids in hotrow.ahead(batches, embedding):
             vectors = embedding(ids).values()

@@ -26,6 +26,7 @@ import hotrow.embedding.step
 import hotrow.training.captured
 from builders import RULES, no_synchronisation
 from compiling import note_compiled
+from hotrow.engine.capture import NoBoundary
 from hotrow.engine.mover import CopyMover
 from hotrow.engine.split_batch import Split
 from hotrow.inputs import samples
@@ -687,7 +688,7 @@ ROOMY = budget_of("two-widths", (150, 40))
 class StandIn:
     """Repeats a step in two phases, with what the host knew of its batch when it was captured."""
 
-    cuts: tuple[Any, ...] = ()
+    boundaries = (NoBoundary(), NoBoundary())  # of two widths
 
     def __init__(self, captured: Any, berth: Any, split: Split) -> None:
         self._captured, self._berth = captured, berth
@@ -729,7 +730,7 @@ class StandIn:
 class Eager:
     """Stands in for the graph of a whole batch; tests/test_graphed.py is about those."""
 
-    cuts, updated = (), ()
+    boundaries, updated = (NoBoundary(), NoBoundary()), ()
 
     def __init__(self, captured: Any, berth: Any) -> None:
         self._captured, self._berth = captured, berth

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -18,42 +16,16 @@ from hotrow.kernels.triton.segments import Segments, segments_of
 from hotrow.store.ram import Store
 
 
-class Scalars:
-    """An optimizer's numbers for each table, at one place on the device."""
-
-    def __init__(self, settings: Settings) -> None:
-        optimizer, layout = settings.optimizer, settings.layout
-        self._optimizer, self._device = optimizer, settings.device
-        find = partial(optimizer.table_scalars, settings.table_names)
-        self._tables = TableScalars(find, settings.lanes)
-        self.bases = torch.tensor([*layout.bases, layout.num_rows], device=settings.device)
-
-    def push(self) -> None:
-        """Bring them up to date."""
-        self._tables.push()
-
-    @property
-    def are_alike(self) -> bool:
-        """Whether all tables have the same numbers."""
-        return self._tables.alike and not self._optimizer.counts_apart
-
-    def now(self) -> tuple[Tensor, Tensor | None]:
-        """Return the numbers, [T, K]; and the tables' first ids where tables differ."""
-        if self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-            self.push()
-        return self._tables.there, None if self.are_alike else self.bases[:-1]
-
-
 class DeviceArithmetic:
     """Computes from rows in slots, or in a buffer of the direct path."""
 
     def __init__(
-        self, settings: Settings, slots: Tensor, null_slot: int, store: Store, scalars: Scalars
+        self, settings: Settings, slots: Tensor, null_slot: int, store: Store, scalars: TableScalars
     ) -> None:
         self._slots, self._null_slot, self._store = slots, null_slot, store
         self._layout, self._dim = settings.layout, settings.dim
         self._rule, self._dtype = settings.optimizer.rule, settings.output_dtype
-        self.scalars = scalars
+        self._scalars, self._bases = scalars, settings.device_bases[:-1]
 
     def pool(self, rows: Tensor, slots: Tensor, x: Lookups) -> Tensor:
         """Return one vector per bag, [bags, dim]; `slots` has the row of each lookup."""
@@ -97,7 +69,7 @@ class DeviceArithmetic:
         """Sum gradients and update rows in their slots, without waiting for the device."""
         plan, store = work.plan, self._store
         assert plan is not None
-        scalars, bases = self.scalars.now()
+        scalars, bases = self._scalars.now(self._bases)
         b, segments = plan.buffers, plan.segments()
         if store.changed is not None:
             start.note_written(store.changed.there, segments.ids, segments.count)
@@ -133,7 +105,7 @@ class DeviceArithmetic:
         return None
 
     def step(self, rows: Tensor, ids: Tensor, grads: Tensor) -> None:
-        scalars, bases = self.scalars.now()
+        scalars, bases = self._scalars.now(self._bases)
         update.update_rows(
             rows, None, ids, None, grads, self._rule, scalars, bases, self._dim
         )  # fmt: skip

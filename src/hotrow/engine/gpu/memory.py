@@ -10,23 +10,23 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hotrow.engine.gpu.all_rows import AllSlots
 from hotrow.engine.gpu.bulk import PACKETS
 from hotrow.engine.gpu.fill_forms import FillChoice
 from hotrow.engine.gpu.mover_choice import choose
-from hotrow.engine.gpu.planner import DeviceScratchpad
-from hotrow.engine.gpu.start import initialise_on_gpu, unwritten_rows
+from hotrow.engine.gpu.planner import DeviceScratchpad, refuse_too_many
 from hotrow.engine.memory import AllRows, Buffer, InFlight, locate
 from hotrow.engine.settings import Settings
 from hotrow.engine.stages import SPLIT, in_transit_of
 from hotrow.engine.strategy import Strategy
+from hotrow.inputs.tables import Constant, EmbeddingBagConfig, Normal, Uniform, WidthGroup
 from hotrow.kernels.triton import fill, start
 from hotrow.store.budget import Share
 from hotrow.store.pinned import locked_rows
-from hotrow.store.ram import Store, host_rows, initialise
+from hotrow.store.ram import Store, host_rows, initialise, seed_words
 from hotrow.store.writer import why_not
 from hotrow.support.messages import warn
 from hotrow.support.progress import bytes_bar
+from hotrow.support.streams import synchronize
 
 _WRITTEN_PART = 1 / 16  # of the slots' bytes, at most, for a bit per row of the tables
 
@@ -34,7 +34,7 @@ _WRITTEN_PART = 1 / 16  # of the slots' bytes, at most, for a bit per row of the
 class HostStore:
     """All rows in host memory, and how a GPU moves rows between there and its own memory.
 
-    It stays for as long as the engine does. Slots can be made anew before any row has one.
+    Before slots are allocated, all reads and writes go to it.
     """
 
     def __init__(self, settings: Settings, share: Share) -> None:
@@ -125,14 +125,9 @@ class HostStore:
 class DeviceMemory:
     """Slots on a GPU, the map from rows to slots, a buffer, and the store in host memory."""
 
-    def __init__(self, settings: Settings, host: HostStore, share: Share) -> None:
-        self.host, self.store = host, host.store
-        self.pad = DeviceScratchpad(
-            share.slots, settings.width, settings.layout.num_rows, settings.device,
-            dense_map=share.dense_map,
-        )  # fmt: skip
-        self.slots = self.pad.slots
-        self.buffer = Buffer(share.buffer_rows, settings.width, settings.device)
+    def __init__(self, host: HostStore, pad: DeviceScratchpad, buffer: Buffer) -> None:
+        self.host, self.store, self.pad, self.buffer = host, host.store, pad, buffer
+        self.slots = pad.slots
         self.read_store, self.write_store = host.read, host.write
 
     @property
@@ -163,12 +158,28 @@ class DeviceMemory:
     def num_bytes(self) -> dict[str, int]:
         unwritten, changed = self.host.unwritten, self.store.changed
         parts = {
-            "slots": self.slots.nbytes,
-            "row-to-slot map": self.pad.map.num_bytes,
+            **self.pad.num_bytes,
             "buffer": self.buffer.num_bytes,
             "which rows were written": 0 if unwritten is None else unwritten.written.nbytes,
         }
         return parts if changed is None else parts | {"which rows changed": changed.device_bytes}
+
+
+class AllSlots:
+    """Stands for a scratchpad where every row is its own slot."""
+
+    def __init__(self, slots: Tensor) -> None:
+        refuse_too_many(slots.shape[0] - 1)
+        self.slots = slots
+        self.num_rows = self.num_slots = self.null_slot = slots.shape[0] - 1
+        self.id_type = torch.int32
+
+    @property
+    def has_every_row(self) -> bool:
+        return True
+
+    def check(self) -> None:
+        assert not self.slots[self.null_slot].any(), "the padding slot was written to"
 
 
 class DeviceAllRows(AllRows):
@@ -211,3 +222,48 @@ def _why_not_bulk(strategy: Strategy) -> str:
         return f"{strategy.name} fetches rows that are there"
     reason = why_not()
     return f"no thread of C can write rows: {reason}" if reason else ""
+
+
+# -- how rows start -----------------------------------------------------------------------
+
+
+def initialise_on_gpu(
+    store: Tensor, layout: WidthGroup, state: list[float], seed: int, device: torch.device
+) -> None:
+    """Start every row of page-locked host memory; a GPU fills it as fast as the link goes."""
+    columns = torch.tensor(state, device=device)
+    for table, base in zip(layout.tables, layout.bases, strict=True):
+        beginning = _beginning(table, on_gpu=True)
+        if beginning.kind == "other":
+            synchronize(device)
+            initialise(store, layout, state, seed, tables=[table])
+        else:
+            rows = store[base : base + table.num_embeddings]
+            start.start_rows(rows, columns, beginning, seed_words(seed, table.name, layout.dim))
+    synchronize(device)
+
+
+def unwritten_rows(
+    layout: WidthGroup, state: list[float], seed: int, device: torch.device, *, on_gpu: bool
+) -> start.Unwritten:
+    """A bit for each row, and what it takes to start one; `on_gpu`: as the store was started."""
+    return start.Unwritten(
+        [*layout.bases, layout.num_rows],
+        [_beginning(table, on_gpu=on_gpu) for table in layout.tables],
+        [seed_words(seed, table.name, layout.dim) for table in layout.tables],
+        state,
+        device,
+    )
+
+
+def _beginning(table: EmbeddingBagConfig, *, on_gpu: bool) -> start.Beginning:
+    """How a table's rows start, where a GPU makes the same bits."""
+    padding = -1 if table.padding_idx is None else table.padding_idx
+    begin = table.start
+    if isinstance(begin, Constant):
+        return start.Beginning("constant", (begin.value, 0.0), padding)
+    if isinstance(begin, Uniform):
+        return start.Beginning("uniform", (begin.low, begin.high - begin.low), padding)
+    if isinstance(begin, Normal) and on_gpu:
+        return start.Beginning("normal", (begin.mean, begin.std), padding)
+    return start.Beginning("other")

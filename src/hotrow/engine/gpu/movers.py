@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotrow.engine.flight import Flight
 from hotrow.engine.gpu.bulk import WriteBack
 from hotrow.engine.gpu.memory import DeviceMemory
 from hotrow.engine.gpu.mover_choice import FULL, LEVELS, Effort, Level
@@ -21,7 +20,7 @@ from hotrow.engine.gpu.planner import DevicePlan
 from hotrow.engine.gpu.staged import Staged
 from hotrow.engine.mover import NoMoves
 from hotrow.engine.settings import Settings
-from hotrow.engine.work import Work
+from hotrow.engine.work import Flight, Work
 from hotrow.kernels.reference import Moves
 from hotrow.kernels.triton import fill, start, words
 from hotrow.support.interrupts import uninterrupted
@@ -44,7 +43,7 @@ class DeviceNoMoves(NoMoves):
         self._lanes.join()
 
 
-class ZeroCopy(NoMoves):
+class ZeroCopy(DeviceNoMoves):
     """One kernel reads entering rows from page-locked host memory and writes leaving rows there."""
 
     def __init__(
@@ -56,7 +55,8 @@ class ZeroCopy(NoMoves):
         effort: Effort,
     ) -> None:
         self._memory, self._flight, self._recorder = memory, flight, recorder
-        self._lanes, self._width, self.effort = settings.lanes, settings.width, effort
+        super().__init__(settings.lanes)
+        self._width, self.effort = settings.width, effort
 
     def fill(self, work: Work) -> None:
         self.move(work.plan, self.level_for(work))
@@ -95,12 +95,6 @@ class ZeroCopy(NoMoves):
     def replay(self, b: PlanBuffers, kind: Any, place: int, launch: Callable[[], None]) -> None:
         """Launch, or replay what was captured for the same buffers."""
         self._recorder.run((kind, self._width, place, b.number), launch)
-
-    def settle(self) -> None:
-        self._lanes.join()
-
-    def wait_to_read(self) -> None:
-        self._lanes.join()
 
     def note_wait(self, share: float) -> None:
         self.effort.note(share)

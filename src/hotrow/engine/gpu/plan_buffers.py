@@ -70,8 +70,9 @@ class BufferPool:
     Batches without a berth share the others, and new berths take from those.
     """
 
-    def __init__(self, lanes: Lanes) -> None:
-        self._lanes = lanes
+    def __init__(self, lanes: Lanes, id_type: torch.dtype, *, tells: bool = False) -> None:
+        """`tells`: plans tell the host which rows enter."""
+        self._lanes, self._id_type, self._tells = lanes, id_type, tells
         self._returned: deque[tuple[PlanBuffers, int | None]] = deque()
         self._free: dict[int | None, deque[tuple[PlanBuffers, list[Mark | None]]]] = {}
         self._gone: set[int] = set()
@@ -94,16 +95,7 @@ class BufferPool:
         self._gone.add(berth)
         self._free.setdefault(None, deque()).extend(self._free.pop(berth, ()))
 
-    def take(
-        self,
-        capacity: int,
-        uniques: int,
-        id_type: torch.dtype,
-        device: torch.device,
-        berth: int | None,
-        *,
-        tells: bool,
-    ) -> PlanBuffers:
+    def take(self, capacity: int, uniques: int, berth: int | None) -> PlanBuffers:
         """For the plan lane, which waits until others have done with them."""
         if self._returned:
             # Training is marked when a turn begins, and what moves rows when it is launched.
@@ -119,18 +111,12 @@ class BufferPool:
                     self._lanes.after("plan", mark)
                 if buffers.capacity >= capacity and buffers.uniques >= uniques:
                     return buffers
-        return self.make(capacity, uniques, id_type, device, tells=tells)
+        return self.make(capacity, uniques)
 
-    def make(
-        self,
-        capacity: int,
-        uniques: int,
-        id_type: torch.dtype,
-        device: torch.device,
-        *,
-        tells: bool,
-    ) -> PlanBuffers:
+    def make(self, capacity: int, uniques: int) -> PlanBuffers:
         """New ones."""
-        buffers = PlanBuffers(capacity, id_type, device, uniques=uniques, tells=tells)
+        buffers = PlanBuffers(
+            capacity, self._id_type, self._lanes.device, uniques=uniques, tells=self._tells
+        )
         self._all.add(buffers)
         return buffers

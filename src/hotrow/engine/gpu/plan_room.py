@@ -1,4 +1,4 @@
-"""Room for plans within a budget: slots give way to them, before any row has one.
+"""Room for plans within a budget: slots give way to them, before slots are allocated.
 
 How much plans take follows from how large batches are, which is known when the first one comes.
 Knows bytes and slots; not what plans are.
@@ -11,26 +11,37 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hotrow.engine.rows import Parts, RowGroup
+from hotrow.engine.memory import FixedSlots
+from hotrow.engine.rows import RowGroup
 from hotrow.engine.tuning import Tuning
 from hotrow.store.budget import Share, choose_map
 from hotrow.support.interrupts import uninterrupted
 from hotrow.support.messages import warn
-from hotrow.support.streams import Lanes
 from hotrow.support.units import show_bytes
 
 _BESIDE_SLOT = 1  # bytes, in the ranking
 _WORTH_IT = 1 / 100  # slots more than before
 
 
-class PlanRoom:
-    """How many slots one width group has, and what it takes with plans beside them."""
+class PlanRoom(FixedSlots):
+    """How many slots one width group will have, and what it takes with plans beside them."""
 
-    def __init__(self, group: RowGroup, build: Callable[[Share], Parts], share: Share) -> None:
-        """`build` makes the group's parts around a number of slots."""
+    is_open = True
+
+    def __init__(
+        self,
+        group: RowGroup,
+        build: Callable[[Share], Sequence[Any]],
+        share: Share,
+        packet_bytes: Callable[[int], int],
+    ) -> None:
+        """`build` makes the group's parts around a number of slots, and `packet_bytes` says what
+        rows on their way take beside them."""
         self._of = weakref.ref(group)  # the group has this room
-        self._build, self._share = build, share
-        self._most_slots, self._may_be_dense = share.slots, share.dense_map
+        self._build, self._packet_bytes = build, packet_bytes
+        self._most, self.num_rows = share, group.layout.num_rows
+        self._lookups = self._plans = 0  # that there will be room for
+        self.restore_slots()
 
     @property
     def _group(self) -> RowGroup:
@@ -39,23 +50,8 @@ class PlanRoom:
         return group
 
     @property
-    def has_begun(self) -> bool:
-        """Whether rows may have slots, or batches wait for them: then slots stay as they are."""
-        planner = self._group.planner
-        return planner.has_started or bool(planner.window)
-
-    @property
-    def plans(self) -> int:
-        """Inputs of captured steps keep their plans, and a batch of another shape needs one."""
-        return self._group.berths + 1
-
-    @property
     def tuning(self) -> Tuning:
         return self._group.settings.tuning
-
-    @property
-    def num_rows(self) -> int:
-        return self._group.layout.num_rows
 
     @property
     def num_slots(self) -> int:
@@ -64,79 +60,90 @@ class PlanRoom:
     @property
     def least_slots(self) -> int:
         """How many slots plans must leave."""
-        return -(-self._most_slots // 2)
+        return -(-self._most.slots // 2)
 
     @property
     def bytes_of_slot(self) -> int:
         """What a slot gives back: its row, its state, and its part of a hashed map."""
-        pad = self._group.memory.pad
-        state = 4 * self._group.width + 10 + pad.id_type.itemsize
-        return int(state + (8 if pad.map.hashed else 0))
+        state = 4 * self._group.width + 10 + self._group.memory.pad.id_type.itemsize
+        return int(state + (0 if self._share.dense_map else 8))
 
     def size_for(self, work: Any, *, spare: float) -> int:
         """Learn from the first batch; return for how many lookups to make room."""
-        planning = self._group.planning
-        planning.inputs.expect_uniques(work.count_distinct(), work.size)
-        reserved = planning.planner.capacity  # by a call of `reserve`
+        self._group.planning.inputs.expect_uniques(work.count_distinct(), work.size)
+        reserved = self._lookups  # by a call of `reserve`
         return int(max(reserved, work.size) if reserved else work.size * (1 + spare))
 
-    def bytes_with(self, lookups: int, plans: int) -> int:
-        """Return all of its fast memory, with so many plans for so many lookups at once."""
-        group, later = self._group, ("look-ahead ids", "planning", "plans")
-        now = sum(size for name, size in group.num_bytes().items() if name not in later)
-        planned = group.planning.plan_bytes(lookups, plans)
-        return int(now + group.planner.bytes_for(lookups) + planned)
+    def expect(self, lookups: int, last_cycle: int) -> None:
+        """Make room for the plans of batches with so many lookups."""
+        # A plan lives from its own cycle to the one after training, when its rows may leave. Inputs
+        # of captured steps keep their plans, and a batch of another shape needs one.
+        self._plans = max(last_cycle + 2, self._group.capture.inputs + 1)
+        self._lookups = lookups
 
-    def plan_bytes(self, lookups: int, plans: int) -> int:
-        return int(self._group.planning.plan_bytes(lookups, plans))
+    def num_bytes(self) -> dict[str, int]:
+        if not self.is_open:
+            return {}
+        group = self._group
+        later = group.planner.bytes_for(self._lookups) if self._lookups else {}
+        return {
+            **group.memory.num_bytes(),
+            **group.planner.num_bytes,
+            **later,
+            "plans": self.plan_bytes,
+            "rows on their way": self._packet_bytes(self.num_slots),
+        }
 
-    def reserve(self, lookups: int, plans: int) -> None:
-        """Make room for the plans of batches, in the lane of plans."""
-        self._group.planning.reserve(lookups, plans)
+    @property
+    def plan_bytes(self) -> int:
+        return int(self._group.planning.plan_bytes(self._lookups, self._plans))
 
     def restore_slots(self) -> None:
         """Take all slots that the budget gave, as if no room had been made for plans."""
-        if self.num_slots < self._most_slots:
-            self.set_slots(self._most_slots)
+        self._share = self._most
+        self._group.memory.pad.resize(self._most.slots, dense_map=self._most.dense_map)
 
     def set_slots(self, count: int) -> None:
-        """Take another number of slots, before any row has one; in the lane they were made in."""
-        dense = self._may_be_dense and choose_map(count, self.num_rows)
-        self._share = replace(self._share, slots=count, dense_map=dense)
-        self._group.drop_parts()  # first: both at once might not fit
-        self._group.use(self._build(self._share))
+        """Take another number of slots."""
+        dense = self._most.dense_map and choose_map(count, self.num_rows)
+        self._share = replace(self._most, slots=count, dense_map=dense)
+        self._group.memory.pad.resize(count, dense_map=dense)
+
+    def allocate(self) -> None:
+        if not self.is_open:
+            return
+        group = self._group
+        with uninterrupted():
+            group.lanes.join()
+            group.use(*self._build(self._share))
+            self.is_open = False
+            group.lanes.join()
+        if self._lookups:
+            with group.lanes.on("plan"):
+                group.planning.reserve(self._lookups, self._plans)
 
 
 def make_room(
     groups: Sequence[PlanRoom],
     lookups: Sequence[int],  # of a batch in each group
     budget_bytes: int,
-    lanes: Lanes,
     *,
     last_cycle: int,
 ) -> None:
-    """Slots and all else within the budget, for batches of so many lookups.
-
-    Called in the lane that slots were made in, which alone can use their memory again.
-    """
-    # A plan lives from its own cycle to the one after training, when its rows may leave.
-    plans = [max(last_cycle + 2, group.plans) for group in groups]
-    sizes = list(zip(groups, lookups, plans, strict=True))
+    """Choose the slots that fit the budget beside all else, for batches of so many lookups."""
+    for group, count in zip(groups, lookups, strict=True):
+        group.restore_slots()
+        group.expect(count, last_cycle)
+    excess = sum(sum(group.num_bytes().values()) for group in groups) - budget_bytes
+    tuning = groups[0].tuning
+    on_top = tuning.plans_on_top if budget_bytes < tuning.small_budget else 0
     missing, part = 0, 0.0
-    with uninterrupted():
-        lanes.join()
-        for group in groups:
-            group.restore_slots()
-        excess = sum(group.bytes_with(*size) for group, *size in sizes) - budget_bytes
-        tuning = groups[0].tuning
-        on_top = tuning.plans_on_top if budget_bytes < tuning.small_budget else 0
-        if excess < 0:
-            _take_more_slots(groups, -excess)
-        elif excess > on_top:
-            missing, part = _give_up_slots(groups, excess - on_top)
-        lanes.join()
+    if excess < 0:
+        _take_more_slots(groups, -excess)
+    elif excess > on_top:
+        missing, part = _give_up_slots(groups, excess - on_top)
     if missing > 0:
-        taken = sum(group.plan_bytes(*size) for group, *size in sizes)
+        taken = sum(group.plan_bytes for group in groups)
         slots = sum(group.num_slots for group in groups)
         warn(
             f"of the budget of {show_bytes(budget_bytes)}, plans of batches with "
@@ -145,9 +152,6 @@ def make_room(
             f"{show_bytes(missing)} more than the budget are used. A budget {2 * part:.1f} "
             "times as large would hold all, or batches that are so many times smaller"
         )
-    with lanes.on("plan"):
-        for group, *size in sizes:
-            group.reserve(*size)
 
 
 def _take_more_slots(groups: Sequence[PlanRoom], spare: int) -> None:

@@ -18,10 +18,11 @@ from torch import Tensor
 from hotrow.engine.evict import Eviction
 from hotrow.engine.gpu.plan_buffers import PlanBuffers
 from hotrow.engine.rules import OLDEST, Hold, Pins, PlannerRules
+from hotrow.engine.scratchpad import Scratchpad
 from hotrow.engine.tuning import DEFAULT, Tuning
 from hotrow.kernels.triton import plan as kernels
 from hotrow.kernels.triton import ranking, words
-from hotrow.kernels.triton.maps import FREE, DeviceMap
+from hotrow.kernels.triton.maps import FREE, DeviceMap, places_for
 from hotrow.kernels.triton.segments import Segments
 from hotrow.kernels.triton.window import enter_window, leave_window
 from hotrow.support.streams import Mark, Recorder, synchronize
@@ -47,7 +48,7 @@ def refuse_too_many(slots: int) -> None:
         )
 
 
-class DeviceScratchpad:
+class DeviceScratchpad(Scratchpad):
     """Slots on the device, and one more that always reads zero."""
 
     def __init__(
@@ -61,27 +62,36 @@ class DeviceScratchpad:
         self.map = DeviceMap(self.row_of_slot, num_rows, dense=dense_map)
 
     @property
-    def null_slot(self) -> int:
-        return self.num_slots
-
-    @property
-    def has_every_row(self) -> bool:
-        """Whether there is a slot for every row, so that none ever has to leave."""
-        return self.num_slots >= self.num_rows
+    def num_bytes(self) -> dict[str, int]:
+        return {"slots": self.slots.nbytes, "row-to-slot map": self.map.num_bytes}
 
     def clear(self) -> None:
         """Every slot is free again."""
         self.row_of_slot.fill_(FREE)
         self.map.table.fill_(FREE)
 
+
+class FutureScratchpad(DeviceScratchpad):
+    """Stands for slots that are not allocated yet: it knows how many there will be.
+
+    No row has a slot, so every row is found in the store.
+    """
+
+    def __init__(self, width: int, num_rows: int, device: torch.device) -> None:
+        super().__init__(1, width, num_rows, device, dense_map=False)
+
+    def resize(self, num_slots: int, *, dense_map: bool) -> None:
+        refuse_too_many(num_slots)
+        self.num_slots, self._dense_map = num_slots, dense_map
+
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        slots = 4 * (self.num_slots + 1) * self.slots.shape[1]
+        places = self.num_rows if self._dense_map else places_for(self.num_slots)
+        return {"slots": slots, "row-to-slot map": 4 * places}
+
     def check(self) -> None:
-        """Prove that the two maps say the same."""
-        taken = (self.row_of_slot != FREE).nonzero().squeeze(1)
-        rows = self.row_of_slot[taken]
-        assert rows.unique().numel() == rows.numel(), "a row has two slots"
-        assert torch.equal(self.map.lookup(rows).long(), taken), "the maps disagree"
-        assert self.map.count() == rows.numel(), "the maps disagree in number"
-        assert not self.slots[self.null_slot].any(), "the padding slot was written to"
+        assert bool((self.row_of_slot == FREE).all()), "a row has a slot before there are any"
 
 
 @dataclass
@@ -145,8 +155,8 @@ class DevicePlanner(PlannerRules):
             pad, hold=hold, eviction=eviction, refetch=refetch, pins=pins, tuning=tuning
         )
         self.pad, self.window_bytes = pad, window_bytes
-        device, slots = pad.slots.device, pad.num_slots if tracks_slots else 0
-        self.device = device
+        device, slots = pad.slots.device, len(pad.slots) - 1 if tracks_slots else 0
+        self.device, self._tracks_slots = device, tracks_slots
         self.last_use = torch.full((slots,), OLDEST, dtype=torch.int32, device=device)
         self.next_use = torch.full((slots,), NEVER, dtype=torch.int32, device=device)
         self.uses = torch.zeros(slots, dtype=torch.int16, device=device)
@@ -224,15 +234,17 @@ class DevicePlanner(PlannerRules):
         return max(len(self.window) + 1, self.hold.future + 4, min(rows, _MOST_BATCHES))
 
     def _queue_size(self, capacity: int) -> int:
-        slots = self.last_use.numel()
+        slots = self.pad.num_slots if self._tracks_slots else 0
         return min(slots, max(slots // self.tuning.bulk_part, 4 * capacity + kernels.BLOCK))
 
-    def bytes_for(self, lookups: int) -> int:
+    def bytes_for(self, lookups: int) -> dict[str, int]:
         """What `reserve` takes for batches of so many lookups."""
-        queue = self._queue_size(lookups)
+        queue, row = self._queue_size(lookups), lookups * self.pad.id_type.itemsize
         # One row for a batch that was not announced, one on its way in, and one that is planned.
-        ids = (self._window_rows(lookups) + 3) * lookups * self.pad.id_type.itemsize
-        return ids + 4 * (kernels.scratch_words(lookups, queue) + queue)
+        return {
+            "look-ahead ids": (self._window_rows(lookups) + 1) * row,
+            "planning": 2 * row + 4 * (kernels.scratch_words(lookups, queue) + queue),
+        }
 
     @property
     def depth(self) -> int:
@@ -655,8 +667,8 @@ class DevicePlanner(PlannerRules):
 
     @property
     def num_bytes(self) -> dict[str, int]:
-        tensors = (self.last_use, self.next_use, self.uses, self.pad.row_of_slot)
-        state = sum(each.numel() * each.element_size() for each in tensors)
+        facts = sum(each.element_size() for each in (*self.slot_facts, self.pad.row_of_slot))
+        state = facts * self.pad.num_slots
         if not self.capacity:
             return {"slot state": state}
         here = (self.scratch, self.queue, self.incoming_ids, self.plan_ids)

@@ -15,23 +15,26 @@ import torch
 from torch import Tensor
 
 from hotrow.engine.counters import Counters
-from hotrow.engine.flight import Flight
+from hotrow.engine.evict import EVICTIONS
 from hotrow.engine.gpu.id_check import IdCheck, feature_facts
 from hotrow.engine.gpu.plan_buffers import BufferPool, PlanBuffers, plan_bytes
 from hotrow.engine.gpu.planner import DevicePlan, DevicePlanner, Expected
 from hotrow.engine.gpu.work import DevicePart, DeviceWork
 from hotrow.engine.memory import PlannedMoves
 from hotrow.engine.planning import Depth, Outcome
+from hotrow.engine.rules import Hold
 from hotrow.engine.settings import Settings
 from hotrow.engine.split_batch import place_of
 from hotrow.engine.uploads import Upload
+from hotrow.engine.work import Flight
 from hotrow.inputs.batch import Batch, Columns, Room, columns_of, is_pooled, lookups_of
 from hotrow.kernels.triton import words
-from hotrow.kernels.triton.plan import count_traffic
+from hotrow.kernels.triton.plan import count_traffic, plan_everything
 from hotrow.kernels.triton.window import announce, globalise
 from hotrow.support.streams import Mark
 
 _SPARE_UNIQUES = 1.25  # times as many different rows as the first batch has
+_ALL_ROWS_WINDOW = 1 << 26  # bytes, for batches that another collection knows ahead
 _REMEMBERED = 8  # batches that a lookup may ask for again; their plans keep buffers for as long
 
 
@@ -95,18 +98,13 @@ class DevicePlanning:
         flight: Flight,
         counters: Counters,
         buffers: BufferPool,
-        bases: Tensor,
-        *,
-        staged: bool,
     ) -> None:
-        """`staged`: the host gathers entering rows, so plans tell it which they are."""
         self.planner, self.inputs, self._flight, self._counters = planner, inputs, flight, counters
-        self._layout, self._lanes, self._device = settings.layout, settings.lanes, settings.device
-        self._buffers, self._staged = buffers, staged
-        self._id_type = planner.pad.id_type
+        self._layout, self._lanes = settings.layout, settings.lanes
+        self._buffers, self._id_type = buffers, planner.pad.id_type
         self._planned: list[weakref.ref[DeviceWork]] = []
         # A function that does not keep this object alive by its own planner.
-        planner.on_plan = partial(_count_plan, bases, counters.by_table)
+        planner.on_plan = partial(_count_plan, settings.device_bases, counters.by_table)
         self.columns, self.room, self.is_pooled = inputs.columns, inputs.room, inputs.is_pooled
 
     def input_device(self, device: torch.device | None) -> torch.device | None:
@@ -191,10 +189,7 @@ class DevicePlanning:
         # In a captured step's input all batches have one size; others may take any buffers.
         lookups = self.planner.capacity if work.berth is None else work.expected.lookups
         lookups = max(lookups, 1)
-        buffers = self._buffers.take(
-            lookups, self.inputs.uniques(lookups), self._id_type, self._device, work.berth,
-            tells=self._staged,
-        )  # fmt: skip
+        buffers = self._buffers.take(lookups, self.inputs.uniques(lookups), work.berth)
         work.plan = self.planner.plan(work.expected, buffers)
         self._planned.append(weakref.ref(work))
         self._flight.begin(work)
@@ -253,10 +248,7 @@ class DevicePlanning:
         if unique <= b.uniques:
             return None
         self.inputs.expect_uniques(unique, plan.lookups)
-        larger = self._buffers.make(
-            b.capacity, self.inputs.uniques(b.capacity), self._id_type, self._device,
-            tells=self._staged,
-        )  # fmt: skip
+        larger = self._buffers.make(b.capacity, self.inputs.uniques(b.capacity))
         work.gives_back.detach()  # the smaller ones are freed
         self._give_back_later(work, larger)
         return larger
@@ -318,7 +310,8 @@ class DevicePlanning:
         """Make room for batches, of which so many may have plans at once; in the lane of plans."""
         self.inputs.plans_at_once = plans
         self.planner.reserve(lookups)
-        beside = self.planner.bytes_for(lookups) - self.planner.window_ids[:-1].nbytes
+        all_of_it = sum(self.planner.bytes_for(lookups).values())
+        beside = all_of_it - self.planner.window_ids[:-1].nbytes
         self.planner.lookup_bytes = -(-(self.plan_bytes(lookups, plans) + beside) // lookups)
 
     def plan_bytes(self, lookups: int, plans: int) -> int:
@@ -338,6 +331,39 @@ class DevicePlanning:
         plans = [work.plan for work in self._flight.uncollected]
         failed = any(plan is not None and plan.outcome != words.PLANNED for plan in plans)
         self.planner.check(may_halt=failed)
+
+
+class AllPlanner(DevicePlanner):
+    """Sorts and checks ids; every row is where it belongs."""
+
+    def __init__(self, pad: Any) -> None:
+        super().__init__(
+            pad,
+            hold=Hold(0, 0),
+            eviction=EVICTIONS["least-recent"],
+            tracks_slots=False,
+            window_bytes=_ALL_ROWS_WINDOW,
+        )
+
+    def _prepare_victims(self, *, announced: bool) -> None: ...
+
+    def _launch_kernels(self, batch: Expected, plan: DevicePlan) -> None:
+        b = plan.buffers
+        plan_everything(
+            self.plan_ids[: batch.lookups],
+            plan.segments(),
+            b.row_slots,
+            b.lookup_slots,
+            (b.move_slots, b.leaving, b.entering),
+            self.plan_counts,
+            b.counts,
+            b.status,
+            self.scratch,
+            state=self.state,
+        )
+
+    def check(self, *, may_halt: bool = False) -> None:
+        self.pad.check()
 
 
 class DeviceAllRowsPlanning(DevicePlanning):

@@ -8,25 +8,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotrow.engine.capture import InGraph
 from hotrow.engine.counters import Counters
 from hotrow.engine.direct import DirectPath, ReadPart
-from hotrow.engine.flight import AtRest, Flight
-from hotrow.engine.gpu.all_rows import AllPlanner
-from hotrow.engine.gpu.arithmetic import DeviceArithmetic, Scalars
-from hotrow.engine.gpu.bulk import WriteBack
+from hotrow.engine.gpu.arithmetic import DeviceArithmetic
+from hotrow.engine.gpu.bulk import PACKETS, WriteBack
 from hotrow.engine.gpu.memory import DeviceAllRows, DeviceMemory, HostStore
 from hotrow.engine.gpu.mover_choice import FULL, Effort
 from hotrow.engine.gpu.movers import Bulk, DeviceNoMoves, StagedMover, ZeroCopy
 from hotrow.engine.gpu.plan_buffers import BufferPool
 from hotrow.engine.gpu.plan_room import PlanRoom
-from hotrow.engine.gpu.planner import DevicePlanner
-from hotrow.engine.gpu.planning import DeviceAllRowsPlanning, DevicePlanning, Inputs
+from hotrow.engine.gpu.planner import (
+    DevicePlanner,
+    DeviceScratchpad,
+    FutureScratchpad,
+    id_type_of,
+)
+from hotrow.engine.gpu.planning import AllPlanner, DeviceAllRowsPlanning, DevicePlanning, Inputs
 from hotrow.engine.gpu.staged import Staged
-from hotrow.engine.rows import Parts, RowGroup
+from hotrow.engine.memory import Buffer
+from hotrow.engine.mover import NoMoves
+from hotrow.engine.rows import RowGroup
 from hotrow.engine.settings import Settings
+from hotrow.engine.uploads import TableScalars
+from hotrow.engine.work import AtRest, Flight
 from hotrow.inputs.batch import Lookups
 from hotrow.inputs.tables import WidthGroup
 from hotrow.store.budget import Share
+
+# Memory, planning, mover, arithmetic and direct path, as `RowGroup.use` takes them.
+Parts = tuple[DeviceMemory, DevicePlanning, NoMoves, DeviceArithmetic, DirectPath]
 
 
 def gpu_rows(layout: WidthGroup, **options: Any) -> RowGroup:
@@ -44,17 +55,18 @@ def _all_rows(settings: Settings) -> RowGroup:
     counters = _counters(settings)
     group = RowGroup(settings, AtRest(), counters)
     memory, mover = DeviceAllRows(settings), DeviceNoMoves(settings.lanes)
-    scalars = Scalars(settings)
+    scalars = TableScalars(settings)
     arithmetic = DeviceArithmetic(
         settings, memory.slots, memory.null_slot, memory.store, scalars
     )  # fmt: skip
+    inputs = Inputs(settings)
     planning = DeviceAllRowsPlanning(
-        settings, Inputs(settings), AllPlanner(memory.pad), group.flight, counters,
-        BufferPool(settings.lanes), scalars.bases, staged=False,
+        settings, inputs, AllPlanner(memory.pad), group.flight, counters,
+        BufferPool(settings.lanes, memory.pad.id_type),
     )  # fmt: skip
     direct = AllRowsDirectPath(settings, memory, mover, arithmetic, planning.moves_in_flight)
-    group.use(Parts(memory, planning, mover, arithmetic, direct))
-    group.can_be_captured = True
+    group.use(memory, planning, mover, arithmetic, direct)
+    group.capture = InGraph(scalars, inputs.room, memory.store)
     return group
 
 
@@ -81,31 +93,48 @@ def _slots(settings: Settings, share: Share) -> RowGroup:
         unwritten = host.unwritten
         counters.made_rows = lambda: int(unwritten.made)
     group = RowGroup(settings, Flight(settings.strategy.hold.past), counters)
-    lasting = Lasting(settings, host, group)
-    group.use(lasting.build(host.share))
-    group.can_be_captured = True
+    builder = Builder(settings, host, group)
+    group.use(*builder.without_slots())
+    group.capture = InGraph(builder.scalars, builder.inputs.room, host.store)
     group.fill_choice = host.fill_choice
-    group.plan_room = PlanRoom(group, lasting.build, host.share)
+    group.plan_room = PlanRoom(group, builder.with_slots, host.share, builder.packet_bytes)
     return group
 
 
-class Lasting:
-    """What stays when slots are made anew, and how the parts are built around it."""
+class Builder:
+    """Builds the parts of an engine: without slots, and with them when the first batch is known."""
 
     def __init__(self, settings: Settings, host: HostStore, group: RowGroup) -> None:
         self._settings, self._host = settings, host
         self._flight, self._counters = group.flight, group.counters
-        self._scalars, self._inputs = Scalars(settings), Inputs(settings)
-        self._buffers = BufferPool(settings.lanes)
-        # Where training waits for rows anyhow, there is nothing beside them.
-        self._effort = Effort() if settings.strategy.overlapped else Effort(FULL, is_fixed=True)
+        self.scalars, self.inputs = TableScalars(settings), Inputs(settings)
+        # Where the host gathers entering rows, plans tell it which they are.
+        self._plan_buffers = BufferPool(
+            settings.lanes, id_type_of(settings.layout.num_rows), tells=host.packets > 0
+        )
+        self._buffer = Buffer(host.share.buffer_rows, settings.width, settings.device)
 
-    def build(self, share: Share) -> Parts:
+    def without_slots(self) -> Parts:
+        """Build parts for which all rows are in the store, and nothing is planned."""
+        settings = self._settings
+        pad = FutureScratchpad(settings.width, settings.layout.num_rows, settings.device)
+        memory, planning = self._planning(pad)
+        return self._parts(memory, planning, DeviceNoMoves(settings.lanes))
+
+    def with_slots(self, share: Share) -> Parts:
         """Build the parts around so many slots."""
-        settings, host, counters = self._settings, self._host, self._counters
-        memory = DeviceMemory(settings, host, share)
+        settings = self._settings
+        pad = DeviceScratchpad(
+            share.slots, settings.width, settings.layout.num_rows, settings.device,
+            dense_map=share.dense_map,
+        )  # fmt: skip
+        memory, planning = self._planning(pad)
+        return self._parts(memory, planning, self._mover(memory, planning))
+
+    def _planning(self, pad: DeviceScratchpad) -> tuple[DeviceMemory, DevicePlanning]:
+        settings = self._settings
         planner = DevicePlanner(
-            memory.pad,
+            pad,
             hold=settings.strategy.hold,
             eviction=settings.strategy.eviction,
             refetch=settings.strategy.refetch,
@@ -113,23 +142,24 @@ class Lasting:
             window_bytes=settings.window_bytes,
             tuning=settings.tuning,
         )
-        arithmetic = DeviceArithmetic(
-            settings, memory.slots, memory.null_slot, memory.store, self._scalars
-        )  # fmt: skip
         planning = DevicePlanning(
-            settings, self._inputs, planner, self._flight, counters, self._buffers,
-            self._scalars.bases, staged=host.packets > 0,
+            settings, self.inputs, planner, self._flight, self._counters, self._plan_buffers,
         )  # fmt: skip
-        mover = self._mover(memory, planner, planning, share)
-        direct = DirectPath(settings, memory, mover, arithmetic, planning.moves_in_flight)
-        return Parts(memory, planning, mover, arithmetic, direct)
+        return DeviceMemory(self._host, pad, self._buffer), planning
 
-    def _mover(
-        self, memory: DeviceMemory, planner: DevicePlanner, planning: DevicePlanning, share: Share
-    ) -> ZeroCopy:
+    def _parts(self, memory: DeviceMemory, planning: DevicePlanning, mover: NoMoves) -> Parts:
+        arithmetic = DeviceArithmetic(
+            self._settings, memory.slots, memory.null_slot, memory.store, self.scalars
+        )
+        direct = DirectPath(self._settings, memory, mover, arithmetic, planning.moves_in_flight)
+        return memory, planning, mover, arithmetic, direct
+
+    def _mover(self, memory: DeviceMemory, planning: DevicePlanning) -> ZeroCopy:
         settings, host, lanes = self._settings, self._host, self._settings.lanes
-        parts = (settings, memory, self._flight, planner.recorder, self._effort)
-        most = max(1, share.packet_rows or min(share.slots, settings.tuning.most_packed))
+        # Where training waits for rows anyhow, there is nothing beside them.
+        effort = Effort() if settings.strategy.overlapped else Effort(FULL, is_fixed=True)
+        parts = (settings, memory, self._flight, planning.planner.recorder, effort)
+        most = self._packet_rows(memory.pad.num_slots)
         if host.fill_choice.form == "bulk":
             back = WriteBack(
                 host.store, memory.slots, most=most, lanes=lanes,
@@ -143,3 +173,13 @@ class Lasting:
             )  # fmt: skip
             return StagedMover(*parts, staged=staged, moves_of=planning.moves_of)
         return ZeroCopy(*parts)
+
+    def _packet_rows(self, slots: int) -> int:
+        return max(1, self._host.share.packet_rows or min(slots, self._settings.tuning.most_packed))
+
+    def packet_bytes(self, slots: int) -> int:
+        """Return what rows on their way take of the device, beside so many slots."""
+        row = 4 * self._settings.width
+        form = self._host.fill_choice.form
+        per_row = {"bulk": PACKETS * (row + 8), "staged": self._host.packets * row}.get(form, 0)
+        return self._packet_rows(slots) * per_row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,26 +10,23 @@ from torch import Tensor
 
 from hotrow.engine.gpu.planner import DevicePlan, Expected
 from hotrow.engine.split_batch import Place
-from hotrow.engine.work import Work
+from hotrow.engine.work import DeferredWork
 from hotrow.inputs.batch import (
     Batch,
     Lookups,
-    divisor_of,
     fixed_outline,
     lookups_of,
-    outline_of,
     spans_of,
 )
-from hotrow.kernels.reference import SortedIds, sort_ids
 
 
-class DeviceWork(Work):
+class DeviceWork(DeferredWork):
     """One batch's lookups in one width group; how many are unique, only the device knows."""
 
     plan: DevicePlan | None
 
     def __init__(self, group: Any, batch: Batch) -> None:
-        self.group, self.batch = group, batch
+        super().__init__(group, batch)
         self.expected: Expected | None = None
         self.confirmed = False
         self.berth: int | None = None  # the plan's buffers are to be the same for each
@@ -39,9 +37,6 @@ class DeviceWork(Work):
         self.size = self.num_lookups
         if batch.offsets is not None and group.planning.is_pooled:
             self.size = group.planning.room(self.size)
-        self._lookups: Lookups | None = None
-        self._bag_of: Tensor | None = None
-        self._sorted: SortedIds | None = None
 
     @property
     def num_lookups(self) -> int:
@@ -63,39 +58,14 @@ class DeviceWork(Work):
         """Whether padding stands behind the lookups in the plan."""
         return self.size > self.num_lookups
 
-    @property
-    def lookups(self) -> Lookups:
-        """Without ids: reading those would wait for the device."""
-        if self._lookups is None and self.is_fixed:
-            assert self.plan is not None
-            slots = self.plan.buffers.lookup_slots[: self.size]
-            columns = self.group.planning.columns(self.batch.keys)
-            is_real = slots != self.group.memory.null_slot
-            self._lookups = fixed_outline(
-                self.batch, self.group.layout, columns, self.size, is_real
-            )
-        if self._lookups is None:
-            x = outline_of(self.batch, self.group.layout)
-            divisor = divisor_of(self.batch, x, self.group.layout)
-            self._lookups = Lookups(
-                x.ids, x.offsets, divisor, x.bags_per_feature, x.by_sample, x.spans
-            )
-        return self._lookups
-
-    @property
-    def bag_of(self) -> Tensor | None:
-        """The bag of each lookup; None where each is its own."""
-        if self._bag_of is None and self.lookups.offsets is not None:
-            self._bag_of = self.lookups.bag_of().int()
-        return self._bag_of
-
-    @property
-    def ids(self) -> SortedIds:
-        """Sorted on demand, for the direct way; waits for the device."""
-        if self._sorted is None:
-            found = lookups_of(self.batch, self.group.layout)
-            self._sorted = sort_ids(found.ids, self.group.layout.num_rows)
-        return self._sorted
+    def _outline(self) -> Lookups:
+        if not self.is_fixed:
+            return super()._outline()
+        assert self.plan is not None
+        slots = self.plan.buffers.lookup_slots[: self.size]
+        columns = self.group.planning.columns(self.batch.keys)
+        is_real = slots != self.group.memory.null_slot
+        return fixed_outline(self.batch, self.group.layout, columns, self.size, is_real)
 
     @property
     def slots(self) -> Tensor:
@@ -116,16 +86,7 @@ class DeviceWork(Work):
         return ids[: self.num_lookups]
 
     def with_ids(self, x: Lookups) -> Lookups:
-        found = lookups_of(self.batch, self.group.layout)
-        return Lookups(
-            found.ids, found.offsets, found.divisor, found.bags_per_feature, found.by_sample,
-            found.spans, x.weights,
-        )  # fmt: skip
-
-    def arrive(self, batch: Batch) -> None:
-        """The batch's own tensors are on the device now."""
-        self.batch = batch
-        self._lookups = self._bag_of = self._sorted = None
+        return replace(lookups_of(self.batch, self.group.layout), weights=x.weights)
 
 
 class DevicePart(DeviceWork):

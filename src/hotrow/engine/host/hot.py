@@ -6,7 +6,7 @@ Slots are in the order of ids, so that a row's slot is found by binary search an
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -43,14 +43,13 @@ class HotRows:
             room = len(hot)  # rows never used need no slot
         self.exists = room > 0
         # The last slot stays zero: it is read for rows that are not hot.
+        self._null = room
         self.slots = torch.zeros(room + 1, settings.width, device=self._device)
         self._key_type = torch.int32 if layout.num_rows < 2**31 - 1 else torch.int64
         self._bases = torch.tensor([*layout.bases, layout.num_rows])
         self._version = self._batches = self._times_learned = 0
         self._by_kernels = self._device.type == "cuda"
-        self._table_scalars = TableScalars(
-            partial(settings.optimizer.table_scalars, settings.table_names), self._lanes
-        )
+        self._table_scalars = TableScalars(settings)
         # The cold rows of each batch so far, on the host, while it is learned which are hot.
         self._seen: list[Tensor] | None = [] if profile is None and room else None
         self.ids = hot.sort()[0]  # of hot rows, on the host
@@ -58,18 +57,7 @@ class HotRows:
 
     @property
     def num_slots(self) -> int:
-        return len(self.slots) - 1
-
-    @property
-    def _null(self) -> int:
-        return len(self.slots) - 1
-
-    @cached_property
-    def _triton(self) -> tuple[Any, Any]:
-        """Kernels of the device. Not at import: a CPU has no need of Triton."""
-        from hotrow.kernels.triton import lookup, update
-
-        return lookup, update
+        return self._null
 
     # -- which rows are hot ------------------------------------------------------------
 
@@ -162,7 +150,7 @@ class HotRows:
             return None
         dtype, slots = self._settings.output_dtype, _hot(plan).slots
         if self._by_kernels:
-            vectors: Tensor = self._triton[0].pool(
+            vectors: Tensor = kernels()[0].pool(
                 self.slots, slots, x.offsets, x.weights, x.divisor, self._dim, dtype
             )
             return vectors
@@ -178,7 +166,7 @@ class HotRows:
             return None
         slots = _hot(plan).slots
         if self._by_kernels:
-            weight_grads: Tensor = self._triton[0].weight_grads(
+            weight_grads: Tensor = kernels()[0].weight_grads(
                 self.slots, slots, bag_of, grads, self._dim
             )
             return weight_grads
@@ -193,8 +181,8 @@ class HotRows:
             return
         hot, null = _hot(plan), self._null
         if self._by_kernels:
-            scalars, bases = self._scalars_now()
-            self._triton[1].update_slots(
+            scalars, bases = self._table_scalars.now(self._slot_bases[:-1])
+            kernels()[1].update_slots(
                 self.slots, hot.segments.ids, hot.segments, grads, bag_of, x.weights, x.divisor,
                 self._settings.optimizer.rule, scalars, bases, null, self._dim, self._frozen_slots,
             )  # fmt: skip
@@ -218,8 +206,8 @@ class HotRows:
         """Make one optimizer step from gradients already summed; each slot is given once."""
         settings = self._settings
         if self._by_kernels:
-            scalars, bases = self._scalars_now()
-            self._triton[1].update_rows(
+            scalars, bases = self._table_scalars.now(self._slot_bases[:-1])
+            kernels()[1].update_rows(
                 self.slots, slots, slots, None, grads, settings.optimizer.rule, scalars, bases,
                 self._dim, frozen=self._frozen_slots,
             )  # fmt: skip
@@ -234,11 +222,6 @@ class HotRows:
         state = [rows[:, place] for place in settings.state_columns.values()]
         settings.optimizer.rule.update(rows[:, : self._dim], grads, state, per_row(numbers, tables))
         self.slots.index_copy_(0, slots, rows)
-
-    def _scalars_now(self) -> tuple[Tensor, Tensor | None]:
-        tables = self._table_scalars
-        tables.push()
-        return tables.there, None if tables.alike else self._slot_bases[:-1]
 
     # -- rows --------------------------------------------------------------------------
 
@@ -302,6 +285,14 @@ class HotRows:
         assert bool((self.ids.diff() > 0).all()), "ids of slots are not in order"
         assert torch.equal(self._device_ids.cpu().long(), self.ids), "the device has other ids"
         assert not self.slots[-1].any(), "the padding slot was written to"
+
+
+@cache
+def kernels() -> tuple[Any, Any]:
+    """Return the device's kernels. Not at import: a CPU has no need of Triton."""
+    from hotrow.kernels.triton import lookup, update
+
+    return lookup, update
 
 
 def _hot(plan: HostPlan) -> HotLookups:

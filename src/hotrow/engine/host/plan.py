@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hotrow.engine.work import Work
-from hotrow.inputs.batch import PADDING, Batch, Lookups, divisor_of, lookups_of, outline_of
+from hotrow.engine.work import DeferredWork
+from hotrow.inputs.batch import PADDING
 from hotrow.kernels.reference import SortedIds, sort_ids
 from hotrow.kernels.triton.segments import Segments
 from hotrow.support.streams import Mark
@@ -94,47 +92,17 @@ class HostSide:
     bag_of: Tensor
 
 
-class HostWork(Work):
-    """One batch's lookups in one width group; how many are unique, only the device knows."""
+class HostWork(DeferredWork):
+    """One batch's lookups in one width group. `ids` has hot rows and others alike."""
 
     plan: HostPlan | None
     berth: int  # the input of a captured step that it is in
     number = 0  # in its pass
 
-    def __init__(self, group: Any, batch: Batch) -> None:
-        self.group = group
-        self.arrive(batch)
-
-    def arrive(self, batch: Batch) -> None:
-        self.batch = batch
-        self._lookups: Lookups | None = None
-        self._ids: SortedIds | None = None
-        self.__dict__.pop("bag_of", None)
-
-    @property
-    def lookups(self) -> Lookups:
-        """The lookups without ids: checking those would wait for the device."""
-        if self._lookups is None:
-            x = outline_of(self.batch, self.group.layout)
-            self._lookups = replace(x, divisor=divisor_of(self.batch, x, self.group.layout))
-        return self._lookups
-
-    @cached_property
-    def bag_of(self) -> Tensor | None:
-        """The bag of each lookup; None where each is its own."""
-        return None if self.lookups.offsets is None else self.lookups.bag_of().int()
-
-    @property
-    def ids(self) -> SortedIds:
-        """The lookups sorted by id, hot rows and others alike, as they were planned."""
-        if self._ids is None:
-            self._ids = self._sorted()
-        return self._ids
-
-    def _sorted(self) -> SortedIds:
+    def _sort(self) -> SortedIds:
         plan, num_rows = self.plan, self.group.layout.num_rows
         if plan is None or plan.num_rows < 0:
-            return sort_ids(lookups_of(self.batch, self.group.layout).ids, num_rows)
+            return super()._sort()
         if plan.hot is not None:
             keys = plan.keys.long()
             return sort_ids(torch.where(keys == num_rows, PADDING, keys), num_rows)
@@ -143,6 +111,6 @@ class HostWork(Work):
 
     def looked_up(self) -> Tensor:
         if self.plan is None:
-            keys: Tensor = self.group.planning.sorter.keys_of(self.batch)[0]
+            keys: Tensor = self.group.planning.keys_of(self.batch)[0]
             return keys
         return self.plan.keys

@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 
 from hotrow.engine.counters import Counters
-from hotrow.engine.flight import AtRest
 from hotrow.engine.gpu.id_check import IdCheck, feature_facts
 from hotrow.engine.host.hot import HotRows
 from hotrow.engine.host.link import Link
 from hotrow.engine.host.plan import FACTS, HostPlan, HostWork
-from hotrow.engine.host.sorting import Sorter
 from hotrow.engine.planning import AllRowsPlanning, Outcome
 from hotrow.engine.settings import Settings
-from hotrow.engine.work import Work
-from hotrow.inputs.batch import Batch, lookups_of
+from hotrow.engine.work import AtRest, Work
+from hotrow.inputs.batch import Batch, keys_of, lookups_of
+from hotrow.kernels.triton.segments import segments_of
 from hotrow.support.streams import Mark, capturing
 
 _REMEMBERED = 8  # batches that a lookup may ask for again
@@ -44,11 +43,13 @@ class HostPlanning(AllRowsPlanning):
     ) -> None:
         super().__init__(settings, AtRest(), counters)
         layout = settings.layout
-        self.sorter = Sorter(settings, link, hot)
         self._link, self._hot, self._peak = link, hot, peak
         self._lanes, self._device = settings.lanes, settings.device
+        self.has_padding = layout.feature_numbers(settings.device).skipped is not None
+        self._key_type = torch.int32 if layout.num_rows < 2**31 - 1 else torch.int64
         self._id_check = IdCheck(feature_facts(layout).to(settings.device), layout.num_rows)
         self._bases = torch.tensor([*layout.bases, layout.num_rows])
+        self._device_bases = self._bases.to(self._key_type).to(settings.device)
 
     def input_device(self, device: torch.device | None) -> torch.device | None:
         return device
@@ -65,7 +66,7 @@ class HostPlanning(AllRowsPlanning):
     def plan(self, work: Work) -> bool:
         """Sort a batch's ids; how many rows they are is known at `confirm`."""
         assert isinstance(work, HostWork)
-        work.plan = self.sorter.sort(*self.sorter.keys_of(work.batch))
+        work.plan = self.sort(*self.keys_of(work.batch))
         return True
 
     def mark_planned(self, work: Work, mark: Mark) -> None:
@@ -91,8 +92,44 @@ class HostPlanning(AllRowsPlanning):
             self.mark_planned(work, self._lanes.mark("train"))
         self.confirm(work)
         assert work.plan is not None
-        work.plan = self.sorter.current(work.plan)
+        work.plan = self.current(work.plan)
         return work.plan
+
+    # -- sorting, which does not wait for the device -------------------------------------
+
+    def keys_of(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the ids looked up, [L], padding the largest, and whether one is bad."""
+        keys, bad = keys_of(batch, self._layout, padding=self._layout.num_rows)
+        return keys.to(self._key_type), bad
+
+    def sort(self, keys: Tensor, bad: Tensor) -> HostPlan:
+        """Sort ids; facts and unique ids set out for the host."""
+        hot, cold, more = self._hot.split(keys)
+        segments = segments_of(cold)
+        ordered = segments.ids.index_select(0, segments.rank)
+        edges = torch.searchsorted(ordered, self._device_bases)
+        padded = cold.numel() - edges[-1:]
+        counts = [segments.count, padded, bad.view(1), edges, *more]
+        facts = torch.cat([count.long() for count in counts])
+        (host_facts, host_ids), _ = self._link.start_to_host(facts, segments.ids.long())
+        assert host_facts is not None
+        assert host_ids is not None
+        return HostPlan(keys, segments, host_facts, host_ids, hot)
+
+    def sort_now(self, ids: Tensor) -> HostPlan:
+        """Sort ids that are known to be good, -1 or the largest being padding; waits for facts."""
+        keys = torch.where(ids < 0, self._layout.num_rows, ids).to(self._key_type)
+        plan = self.sort(keys, torch.zeros((), device=keys.device))
+        plan.ready = self._lanes.mark("train")
+        plan.learn()
+        return plan
+
+    def current(self, plan: HostPlan) -> HostPlan:
+        """Return a plan that suits the rows that are hot now."""
+        if self._hot.is_current(plan):
+            return plan
+        self._lanes.hand_over(plan.tensors())
+        return self.sort_now(plan.keys)
 
     def _count(self, plan: HostPlan) -> None:
         """Count a batch: every row that is not hot is read, and written, across the link."""

@@ -7,24 +7,22 @@ device. Rows that are hot can be on the device instead (`hot.py`).
 
 from __future__ import annotations
 
-import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hotrow.engine.capture import AroundGraph
 from hotrow.engine.counters import Counters, Overflow
 from hotrow.engine.direct import chunks
-from hotrow.engine.host.boundary import GraphBoundary
-from hotrow.engine.host.hot import HotRows, refuse_capture
+from hotrow.engine.host.hot import HotRows, kernels, refuse_capture
 from hotrow.engine.host.link import Link
 from hotrow.engine.host.plan import HostPlan, HostSide, HostWork
 from hotrow.engine.host.planning import HostPlanning, LargestBytes
 from hotrow.engine.host.table import HostTable
-from hotrow.engine.memory import ALL_AT_ONCE
+from hotrow.engine.memory import ALL_AT_ONCE, FixedSlots
 from hotrow.engine.mover import NoMoves
 from hotrow.engine.planning import Outcome
 from hotrow.engine.rows import RowGroup, grads_by_row
@@ -43,11 +41,9 @@ class HostRows:
     """Rows of one width."""
 
     active = True  # False: another engine trains the same rows now
-    berths = 0  # inputs of captured steps
     expected_rows: int | None = None
-    can_be_captured, can_be_cut = False, True
     fill_choice: Any = None
-    plan_room: Any = None  # no slots give way to plans
+    plan_room = FixedSlots()
 
     def __init__(self, settings: Settings, store: Store) -> None:
         layout, device = settings.layout, settings.device
@@ -65,10 +61,7 @@ class HostRows:
         self._peak = LargestBytes()
         self.planning = HostPlanning(settings, self.link, self.hot, self.counters, self._peak)
         self.table = HostTable(settings, store, self.link)
-        # Of the newest graph, by its input; graphs hold them, and they go with them.
-        self._boundaries: weakref.WeakValueDictionary[int, GraphBoundary] = (
-            weakref.WeakValueDictionary()
-        )
+        self.capture = AroundGraph(settings)
 
     # -- planning ----------------------------------------------------------------------
 
@@ -99,7 +92,8 @@ class HostRows:
     def lookup(self, work: HostWork, x: Lookups) -> Tensor:
         """Return one vector per bag, [bags, dim]. `x` has the weights."""
         if capturing():
-            return self._boundaries[work.berth].vectors.clone()  # a model may change what it gets
+            # A copy: a model may change what it gets.
+            return self.capture.boundary_of(work).vectors.clone()
         if self.hot.is_learning_due:
             self.flush()
             self.counters.count_loaded(self.hot.learn())
@@ -109,7 +103,7 @@ class HostRows:
         """Split the bags of a batch that is only read. Reads no row."""
         if self._reads_store:
             return [(part, None) for part in chunks(x, ALL_AT_ONCE)]
-        return [(x, self.planning.sorter.sort_now(x.ids))]
+        return [(x, self.planning.sort_now(x.ids))]
 
     def read_parts(self, parts: list[tuple[Lookups, Any]]) -> Tensor:
         """Return one vector per bag of what `parts_of` gave. Several threads may read."""
@@ -118,7 +112,7 @@ class HostRows:
             joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
             return joined.to(self.output_dtype)
         ((x, plan),) = parts
-        plan = self.planning.sorter.current(plan)
+        plan = self.planning.current(plan)
         plan.is_trained = False
         return self._vectors(plan, x)
 
@@ -128,7 +122,7 @@ class HostRows:
         return not self.link.exists and not self.hot.exists
 
     def _read_part(self, x: Lookups) -> Tensor:
-        vectors, pads = torch.empty(x.ids.numel(), self.dim), self.planning.sorter.has_padding
+        vectors, pads = torch.empty(x.ids.numel(), self.dim), self.planning.has_padding
         self.table.read_vectors(x.ids.clamp(min=0) if pads else x.ids, out=vectors)
         if pads:
             vectors.masked_fill_((x.ids < 0).unsqueeze(1), 0.0)
@@ -150,7 +144,7 @@ class HostRows:
         if not plan.rows_cross:
             return self._pool_here(plan, x)
         there = self._collect(plan, cross=True)
-        vectors: Tensor = _kernels()[0].pool(
+        vectors: Tensor = kernels()[0].pool(
             there, plan.inverse, x.offsets, x.weights, x.divisor, self.dim, self.output_dtype
         )
         return vectors
@@ -207,7 +201,7 @@ class HostRows:
             there = plan.there
             if there is None or plan.there_since != self.table.updates:
                 there = self._collect(plan, cross=True)
-            weight_grads: Tensor = _kernels()[0].weight_grads(
+            weight_grads: Tensor = kernels()[0].weight_grads(
                 there, plan.inverse, work.bag_of, grads, self.dim
             )
             return weight_grads
@@ -218,27 +212,6 @@ class HostRows:
         assert here is not None
         sums = reference.weight_grads(rows, side.ids.inverse, side.bag_of, here.float())
         return sums.to(self.device)
-
-    # -- captured steps, cut at the lookup ---------------------------------------------
-
-    def make_boundary(self, work: HostWork) -> GraphBoundary:
-        """Return where a step of this batch will be cut, made anew: it is about to be captured."""
-        shape = (work.lookups.num_bags, self.dim)
-        vectors = torch.zeros(shape, dtype=self.output_dtype, device=self.device)
-        boundary = self._boundaries[work.berth] = GraphBoundary(vectors)
-        return boundary
-
-    def load_vectors(self, work: HostWork, boundary: GraphBoundary) -> None:
-        """Put vectors where the graph reads them."""
-        self.planning.compare(work)
-        boundary.vectors.copy_(self.lookup(work, work.lookups))
-
-    def apply_gradients(self, work: HostWork, boundary: GraphBoundary) -> None:
-        """Update rows from where the graph has put gradients, if it has."""
-        if boundary.grads is not None:
-            x = replace(work.lookups, used=boundary.used)
-            if not self.update_planned(work, x, boundary.grads):
-                self.update(*self.grads_by_row(work, x, boundary.grads), work)
 
     # -- update ------------------------------------------------------------------------
 
@@ -262,11 +235,9 @@ class HostRows:
         terms = (grads, work.bag_of, x.weights, x.divisor)
         # Padding has no gradient, and might be the longest of all sums; hot rows count as padding.
         padding = (
-            self.layout.num_rows
-            if self.planning.sorter.has_padding or plan.hot is not None
-            else None
+            self.layout.num_rows if self.planning.has_padding or plan.hot is not None else None
         )
-        sums = _kernels()[1].sum_by_row(*terms, plan.segments, padding=padding)
+        sums = kernels()[1].sum_by_row(*terms, plan.segments, padding=padding)
         self._peak.note("gradients of a batch", sums)
         summed: Tensor = sums[: plan.num_rows]
         return summed
@@ -276,7 +247,7 @@ class HostRows:
         """Update a batch's rows from the gradients of its bags, in one go; False: not possible."""
         assert isinstance(work, HostWork)
         if capturing():
-            boundary = self._boundaries[work.berth]
+            boundary = self.capture.boundary_of(work)
             boundary.grads, boundary.used = grads, x.used
             return True
         if x.used is not None:
@@ -378,9 +349,7 @@ class HostRows:
 
     def num_bytes(self) -> dict[str, int]:
         """Return what the largest batch so far has taken, hot rows, and what graphs take."""
-        boundaries = sum(boundary.num_bytes for boundary in self._boundaries.values())
-        captured = {"vectors of captured steps": boundaries} if boundaries else {}
-        return {**self.hot.num_bytes(), **self._peak.parts, **captured}
+        return {**self.hot.num_bytes(), **self._peak.parts, **self.capture.num_bytes()}
 
     def check(self) -> None:
         """Prove that buffers and slots are consistent."""
@@ -392,14 +361,6 @@ def host_rows_engine(layout: WidthGroup, **options: Any) -> HostRows:
     """Build the engine of rows on the host; `options` are those of `Settings`."""
     settings = Settings(layout, **options)
     return HostRows(settings, _new_store(settings))
-
-
-@cache
-def _kernels() -> tuple[Any, Any]:
-    """Return the device's kernels. Not at import: a CPU has no need of Triton."""
-    from hotrow.kernels.triton import lookup, update
-
-    return lookup, update
 
 
 def _sum_here(side: HostSide, grads: Tensor, weights: Tensor | None) -> Tensor:
@@ -419,7 +380,7 @@ def _new_store(settings: Settings) -> Store:
     memory = locked_rows(layout.num_rows, width)
     store = Store(memory.rows, untrained=layout.untrained)
     if memory.locked:
-        from hotrow.engine.gpu.start import initialise_on_gpu  # imports Triton
+        from hotrow.engine.gpu.memory import initialise_on_gpu  # imports Triton
 
         initialise_on_gpu(store.rows, layout, start, seed, device)
     else:

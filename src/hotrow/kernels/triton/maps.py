@@ -169,15 +169,21 @@ def _insert_all(row_of_slot, table, spare, num_slots, size, bits, BLOCK: tl.cons
     insert(row, slot, row >= 0, table, spare, size, bits, True)
 
 
+def places_for(slots: int) -> int:
+    """Return the places of a hash: a bucket more than twice the slots, so that one stays empty,
+    whatever comes and goes at once."""
+    places = PLACES.value
+    return int(places * (1 + -(-2 * slots // places)))
+
+
 class DeviceMap:
     """Row to slot; `size` is the number of places of a hash, of which slots take `bits` bits."""
 
     def __init__(self, row_of_slot: Tensor, num_rows: int, *, dense: bool) -> None:
         self.row_of_slot = row_of_slot
         self.hashed = not dense
-        slots, places = row_of_slot.numel(), PLACES.value
-        # A bucket more than twice the slots: whatever comes and goes at once, a place stays empty.
-        self.size = places * (1 + -(-2 * slots // places)) if self.hashed else 0
+        slots = row_of_slot.numel()
+        self.size = places_for(slots) if self.hashed else 0
         self.bits = slots.bit_length()
         device = row_of_slot.device
         self.table = torch.full((self.size or num_rows,), FREE, dtype=torch.int32, device=device)
