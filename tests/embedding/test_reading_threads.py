@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hotrow
 from builders import SCHEDULES, variant
+from hotrow.embedding.row_verifier import RowVerifier
 from hotrow.support.threads import _FEW_LOOKUPS, RowLock
 from thread_checks import (
     STRATEGIES,
@@ -238,6 +239,18 @@ def test_a_thread_that_holds_the_lock_does_not_wait_for_its_turn(shared: bool, h
         with lock.turn(1, beside_training=True):
             is_done.set()
         reading.result()
+
+
+def test_a_check_excludes_readers() -> None:
+    """It does updates that rows on the host still owe, which a reader would do as well."""
+    embedding, held = collection("hybrid"), []
+    for group in embedding.groups:
+        for name in ("check", "settle"):
+            setattr(group, name, lambda: held.append(embedding.lock.is_held_here))
+    embedding.check()
+    RowVerifier(embedding).verify(1)
+    assert all(held)
+    assert len(held) == 4 * len(embedding.groups)
 
 
 def test_a_writer_is_not_kept_waiting_by_readers_that_come_and_go() -> None:

@@ -406,8 +406,9 @@ class EmbeddingBagCollection(nn.Module):
 
     def check(self) -> None:
         """Check that the maps are consistent; for tests and long runs."""
-        for group in self.every_group:
-            group.check()
+        with self.lock.writing():  # rows of a host are brought up to date first
+            for group in self.every_group:
+                group.check()
 
     def extra_repr(self) -> str:
         return (

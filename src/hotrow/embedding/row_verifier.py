@@ -63,22 +63,24 @@ class RowVerifier:
     def __init__(self, collection: EmbeddingBagCollection, *, step: int = 0) -> None:
         self._collection, self._since = collection, step
         self._draw = torch.Generator().manual_seed(0)  # leaves the global generator alone
-        self._come_to_rest()
-        self._samples = self._take()
+        with self._collection.lock.writing():
+            self._come_to_rest()
+            self._samples = self._take()
 
     def verify(self, step: int) -> int:
         """Compare the sample and take another one; return how many unwritten rows were compared.
 
         Raises CorruptRows if bits or maps are wrong.
         """
-        self._come_to_rest()
-        try:
-            self._collection.check()
-        except AssertionError as error:
-            raise self._corrupt(f"the maps of slots are wrong ({error})", step) from error
-        compared = sum(self._compare(sample, step) for sample in self._samples)
-        self._since = step
-        self._samples = self._take()
+        with self._collection.lock.writing():
+            self._come_to_rest()
+            try:
+                self._collection.check()
+            except AssertionError as error:
+                raise self._corrupt(f"the maps of slots are wrong ({error})", step) from error
+            compared = sum(self._compare(sample, step) for sample in self._samples)
+            self._since = step
+            self._samples = self._take()
         return compared
 
     def end(self) -> None:
