@@ -1,6 +1,6 @@
 """Strategies: settings of the one mechanism, as frozen records with names.
 
-To add one: write its record in STRATEGIES, and a row in the equality test.
+To add one, write its record in STRATEGIES. The equality test takes every exact one.
 """
 
 from __future__ import annotations
