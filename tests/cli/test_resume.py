@@ -247,7 +247,7 @@ def test_a_system_that_was_killed_when_all_was_trained_has_nothing_left(
     assert read_run("runs/small").summary.steps == last
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["static+random-drop", "hotline+random-drop", "fae"])
 def test_a_system_is_resumed_with_the_epoch_that_it_was_in(strategy: str, faults: Faults) -> None:
     settings = (
@@ -285,6 +285,7 @@ def test_prepared_data_are_resumed_in_the_middle_of_an_epoch(
 
     prepare("prepared", lines)
     settings = ("data.kind=prepared", "data.folder=prepared", "embedding.strategy=all-fast")
+    settings += ("checkpoint.every_steps=9",)
     trained(*settings)
     killed(faults, after=20, settings=settings)
     assert Checkpoint(saved_in(CHECKPOINTS)[-1]).step == 18
