@@ -32,6 +32,7 @@ from hotrow.checkpoint.tables import export_tables
 from hotrow.run.files import RunWriter, read_run, read_steps
 from hotrow.run.job import same_bits
 from hotrow.run.open_run import open_trained
+from saved_training import on_gpu
 
 RUN_TOML = (
     SMALL.replace("160", "112")
@@ -122,16 +123,12 @@ def row_state(run: str) -> dict[str, torch.Tensor]:
 
 
 # All others are stopped and resumed in the tests of checkpoints.
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 CASES = [
     ("cpu", "lookahead", "adam", "adamw"),
     ("cpu", "hybrid", "row-wise-adagrad", "adagrad"),
-    pytest.param("cuda", "lookahead", "adam", "adamw", marks=on_gpu),
-    pytest.param("cuda", "all-fast", "adagrad", "sgd", marks=on_gpu),
-    pytest.param("cuda", "scratchpipe", "row-wise-adagrad", "adam", marks=on_gpu),
+    on_gpu("cuda", "lookahead", "adam", "adamw"),
+    on_gpu("cuda", "all-fast", "adagrad", "sgd"),
+    on_gpu("cuda", "scratchpipe", "row-wise-adagrad", "adam"),
 ]
 
 
