@@ -22,8 +22,8 @@ from hotrow.data.prepared.text import TextFiles
 from preparing import IN_ORDER, all_of, prepared, total
 
 
-def run(out: Path, *paths: Path, kind: str = "criteo", **options: Any) -> Prepared:
-    return prepared(kind, out, *paths, **options)
+def run(out: Path, *paths: Path, **options: Any) -> Prepared:
+    return prepared("criteo", out, *paths, **options)
 
 
 def changed(column: int, value: str) -> Any:

@@ -89,6 +89,7 @@ def test_in_the_long_run_a_slot_for_each_row_fetches_nothing(sizing: Sizing) -> 
     assert (fetched[settled] == curve[settled]).all()
 
 
+@pytest.mark.slow
 def test_a_short_trace_tells_what_a_long_one_does(config: RunConfig) -> None:
     """Up to the slots that the long one has settled."""
     machine = machine_of("h200", config)
