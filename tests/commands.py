@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, Never
 
 import pytest
+import typer.testing
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from hotrow.cli import make_app
@@ -38,9 +41,13 @@ SMALL_SETTINGS = (
     "training.check_equality=false", "training.eval_every=4",
 )  # fmt: skip
 
+# Typer builds all commands anew for every call, which takes longer than most of them.
+app = cache(make_app)
+typer.testing._get_command = cache(get_command)
+
 
 def hotrow(*words: str | Path, **environment: str) -> Result:
-    return CliRunner().invoke(make_app(), [str(word) for word in words], env=environment)
+    return CliRunner().invoke(app(), [str(word) for word in words], env=environment)
 
 
 def succeeds(*words: str | Path) -> Result:

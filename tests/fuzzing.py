@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hotrow.checkpoint.manifest import checksum_of
 from hotrow.support.files import BlockSums
 
-EXAMPLES = int(os.environ.get("HOTROW_FUZZ_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("HOTROW_FUZZ_EXAMPLES", "25"))
 SEED = os.environ.get("HOTROW_FUZZ_SEED")  # None: the same examples every time
 
 

@@ -101,6 +101,7 @@ def test_both_ways_of_training_on_criteo_end_equal(load: Any, tmp_path: Path) ->
     assert script.differences(fast, other) == ["losses", "auc"]
 
 
+@pytest.mark.slow
 def test_plain_pytorch_is_the_same_model_and_learns_the_same(load: Any, tmp_path: Path) -> None:
     script = load("quality")
     path = write(tmp_path / "train.txt", criteo_lines(800))
@@ -124,6 +125,7 @@ def test_plain_pytorch_is_the_same_model_and_learns_the_same(load: Any, tmp_path
 # -- drift -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_relearning_stays_near_an_oracle_and_learning_once_does_not(
     load: Any, tmp_path: Path
 ) -> None:

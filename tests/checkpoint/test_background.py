@@ -170,7 +170,7 @@ def test_rows_on_a_device_are_those_of_the_begin(
         "device": DEVICE,
         "budget": hotrow.Budget(shares, window_bytes=1 << 14),
         # Where Triton is interpreted, a lookup takes as long as a batch otherwise.
-        "batches": [batch[:5] for batch in BATCHES[:8]],
+        "batches": [batch[:8] for batch in BATCHES[:6]],
     }
     expected = at_once(tmp_path / "at once", 3, **options)
     save = behind(tmp_path / "behind", 3, 4, **options)

@@ -28,7 +28,6 @@ Saved = tuple[Path, Loop]
 
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
     other = Loop("adagrad", seed=5)
-    other.train(0, 1)
     other.load(folder)
     return bits(other)
 
@@ -57,7 +56,7 @@ def test_a_bit_that_flips_anywhere_is_found(saved: Saved) -> None:
     assert len(files) > 12
     for path in files:
         whole = path.read_bytes()
-        places = {0, len(whole) - 1, *torch.randint(len(whole), (3,), generator=draw).tolist()}
+        places = {0, len(whole) - 1, *torch.randint(len(whole), (2,), generator=draw).tolist()}
         for place in places:
             flipped = bytearray(whole)
             flipped[place] ^= 1 << int(torch.randint(8, (1,), generator=draw))

@@ -16,7 +16,7 @@ import hotrow
 from hotrow.run.job import same_bits
 from hotrow.support.files import Disk, checksum
 from model_cases import MODEL_CASES, ModelCase
-from saved_training import DEVICE, on_gpu
+from saved_training import on_gpu
 
 Bag = hotrow.EmbeddingBagConfig
 TABLES = (Bag("item", 2500, 8, ["item", "last"]), Bag("tag", 30, 4, ["tag"]))
@@ -118,7 +118,7 @@ def test_half_precision_counters_and_shared_weights_come_back(folder: Path) -> N
 
 
 @pytest.mark.usefixtures("device_engine")
-@pytest.mark.parametrize("device", [DEVICE, on_gpu("cuda")])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), on_gpu("cuda")])
 def test_rows_on_a_device_come_back(device: str, tmp_path: Path) -> None:
     def make(seed: int) -> hotrow.EmbeddingBagCollection:
         tables = (Bag("item", 300, 8, ["item"]),)

@@ -129,10 +129,6 @@ def test_a_busy_machine_is_warned_of(
     assert len(warnings) == bool(warning)
     assert all(warning in text and "--set run.threads=1" in text for text in warnings)
     assert torch.get_num_threads() == 2
-
-
-@pytest.mark.usefixtures("threads")
-def test_a_run_sets_its_threads() -> None:
     use_threads(RunSection(threads=1), pytest.fail)
     assert torch.get_num_threads() == 1
 

@@ -101,14 +101,14 @@ def test_it_says_whether_rows_leave_in_bulk(reason: str | None, words: str) -> N
         ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Mon Jan  1 2026", True),
         ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release", True),
         ("", False),
+        (None, False),
     ],
 )
-def test_the_version_of_the_driver_is_read(tmp_path: Path, text: str, version: bool) -> None:
-    (tmp_path / "version").write_text(text)
+def test_the_version_of_the_driver_is_read(
+    tmp_path: Path, text: str | None, version: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # without nvidia-smi
+    if text is not None:
+        (tmp_path / "version").write_text(text)
     driver = examine(driver=tmp_path / "version")["machine"]["driver"]
     assert driver == ("580.159.04" if version else None)
-
-
-def test_without_a_driver_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))  # nor nvidia-smi
-    assert examine(driver=tmp_path / "nowhere")["machine"]["driver"] is None

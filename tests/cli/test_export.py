@@ -19,37 +19,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hotrow
+from commands import SMALL_SETTINGS, refused, settings, spoil, succeeds
 from commands import hotrow as command
-from commands import refused, spoil, succeeds
 from hotrow.checkpoint.folder import saved_in
 from hotrow.checkpoint.tables import export_tables, import_tables
 from hotrow.run.job import same_bits
 from hotrow.run.open_run import open_trained
 
-SMALL = """
-[run]
-name = "{kind}"
-[data]
-rows = [400, 60, 5]
-batch_size = 16
-samples = 64
-eval_batches = 2
-lookups = {lookups}
-[model]
-kind = "{kind}"
-embedding_dim = 4
-{model}
-[embedding]
-strategy = "all-fast"
-[checkpoint]
-every_steps = 2
-full_every = 2
-"""
+SMALL = (
+    *SMALL_SETTINGS, "data.samples=64", "embedding.strategy=all-fast", "checkpoint.every_steps=2",
+    "checkpoint.full_every=2",
+)  # fmt: skip
 SHAPES = {
-    "dlrm": ("bottom = [8]\ntop = [8]", "1"),
-    "dcnv2": ("bottom = [8]\ntop = [8]\ncross_rank = 4", "[3, 1, 2]"),
-    "deepfm": ("deep = [8]", "1"),
-    "tbsm": ("num_steps = 3\nbottom = [8]", "1"),
+    "dlrm": (),
+    "dcnv2": ("model.cross_rank=4", "data.lookups=[3, 1, 2]"),
+    "deepfm": ("model.deep=[8]",),
+    "tbsm": ("model.num_steps=3",),
 }
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -60,9 +45,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("export")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for kind, (model, lookups) in SHAPES.items():
-            Path("run.toml").write_text(SMALL.format(kind=kind, model=model, lookups=lookups))
-            succeeds("train", "run.toml")
+        for kind, given in SHAPES.items():
+            named = (f"run.name={kind}", f"model.kind={kind}")
+            succeeds("train", *settings(*SMALL, *named, *given))
     return folder / "runs"
 
 
@@ -329,23 +314,6 @@ def test_an_export_without_checksums_is_read(kind: str, models: Path) -> None:
     dense = Path("out/dense.safetensors")
     dense.write_bytes(dense.read_bytes()[:-4])
     assert f"{dense} cannot be read" in refused("verify", "out")
-
-
-def test_verify_finds_rows_that_are_not_finite(folder: Path) -> None:
-    model = collection()
-    model.load_weights("item", 7, torch.full((1, 4), torch.nan))
-    hotrow.save_checkpoint(folder / "c", model, step=1)
-    assert "row 7 holds NaN or infinite values" in refused("verify", "c")
-
-
-def test_prepared_data_are_verified(folder: Path) -> None:
-    (folder / "columns.toml").write_text('label = "y"\ncategories = ["u"]\n')
-    lines = [f"{i % 2},{i % 50}" for i in range(100)]
-    (folder / "log.csv").write_text("y,u\n" + "\n".join(lines) + "\n")
-    succeeds("prepare", "csv", "log.csv", "--columns", "columns.toml", "--out", "p")
-    assert "p: prepared data, " in succeeds("verify", "p").stdout
-    spoil(next(Path("p/shards").iterdir()))
-    assert "has changed since it was written" in refused("verify", "p")
 
 
 def test_an_export_needs_a_format_a_folder_and_a_run() -> None:

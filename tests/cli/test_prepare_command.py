@@ -46,9 +46,7 @@ def test_a_log_becomes_a_folder(tmp_path: Path) -> None:
         (["criteo", "none.txt"], "none.txt does not exist"),
         (["critero", "none.txt"], "did you mean 'criteo'?"),
         (["parquet", "none.parquet"], "parquet needs --columns"),
-        (["criteo", "none.txt", "--hash"], "--hash needs --max-rows"),
         (["criteo", "none.txt", "--memory", "much"], "cannot read 'much' as a number of bytes"),
-        (["criteo", "none.txt", "--split", "day"], "--split must be time or random"),
         (["criteo", "none.txt", "--bad-rows", "keep"], "--bad-rows must be skip or error"),
     ],
 )
@@ -126,14 +124,6 @@ def test_a_finished_folder_is_checked_instead_of_made_again(
     assert not (tmp_path / "out" / ".work").exists()
     succeeds("prepare", *words, "--restart")
     assert shard.read_bytes() == whole
-
-
-def test_verify_tells_of_a_folder_that_is_not_finished(tmp_path: Path) -> None:
-    path = write(tmp_path / "train.txt", [*criteo_lines(100), ["junk"]])
-    refused("prepare", "criteo", path, "--out", tmp_path / "out")
-    assert "not finished: give the same `hotrow prepare` again to resume" in refused(
-        "verify", tmp_path / "out"
-    )
 
 
 def test_ctrl_c_tells_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from hotrow.checkpoint.tables import export_tables
 from hotrow.run.files import RunWriter, read_run, read_steps
 from hotrow.run.job import same_bits
 from hotrow.run.open_run import open_trained
+from saved_training import on_gpu
 
 RUN_TOML = (
     SMALL.replace("160", "112")
@@ -122,16 +123,12 @@ def row_state(run: str) -> dict[str, torch.Tensor]:
 
 
 # All others are stopped and resumed in the tests of checkpoints.
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 CASES = [
     ("cpu", "lookahead", "adam", "adamw"),
     ("cpu", "hybrid", "row-wise-adagrad", "adagrad"),
-    pytest.param("cuda", "lookahead", "adam", "adamw", marks=on_gpu),
-    pytest.param("cuda", "all-fast", "adagrad", "sgd", marks=on_gpu),
-    pytest.param("cuda", "scratchpipe", "row-wise-adagrad", "adam", marks=on_gpu),
+    on_gpu("cuda", "lookahead", "adam", "adamw"),
+    on_gpu("cuda", "all-fast", "adagrad", "sgd"),
+    on_gpu("cuda", "scratchpipe", "row-wise-adagrad", "adam"),
 ]
 
 
@@ -247,7 +244,7 @@ def test_a_system_that_was_killed_when_all_was_trained_has_nothing_left(
     assert read_run("runs/small").summary.steps == last
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["static+random-drop", "hotline+random-drop", "fae"])
 def test_a_system_is_resumed_with_the_epoch_that_it_was_in(strategy: str, faults: Faults) -> None:
     settings = (
@@ -285,6 +282,7 @@ def test_prepared_data_are_resumed_in_the_middle_of_an_epoch(
 
     prepare("prepared", lines)
     settings = ("data.kind=prepared", "data.folder=prepared", "embedding.strategy=all-fast")
+    settings += ("checkpoint.every_steps=9",)
     trained(*settings)
     killed(faults, after=20, settings=settings)
     assert Checkpoint(saved_in(CHECKPOINTS)[-1]).step == 18

@@ -18,7 +18,7 @@ from torchmetrics.functional.classification import binary_auroc
 
 from commands import SMALL_SETTINGS, hotrow, refused, settings, succeeds
 from hotrow.data.prepared import Prepared
-from hotrow.run.config import CLICK_MODELS, SEQUENCE_MODELS, RunConfig, load
+from hotrow.run.config import CLICK_MODELS, SEQUENCE_MODELS
 from hotrow.run.files import read_run
 from hotrow.run.open_run import open_trained, write_scores
 
@@ -135,15 +135,6 @@ def test_settings_can_be_changed() -> None:
     error = refused("evaluate", "dlrm", "--set", "model.top=[7]")
     assert "is of another model: " in error
     assert "top.0.bias is saved as [64], and the model's is [7]" in error
-
-
-def test_settings_of_a_run_are_read_back_as_they_were() -> None:
-    job = open_trained("dcnv2")
-    given = [*SMALL_SETTINGS, "run.name=dcnv2", "model.kind=dcnv2", "data.lookups=[2, 1, 3]"]
-    expected = load(overrides=given)
-    assert isinstance(job.config, RunConfig)
-    for section in ("run", "data", "model", "training"):
-        assert getattr(job.config, section) == getattr(expected, section)
 
 
 def test_data_of_the_same_form_are_read() -> None:

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import hotrow
-from hotrow.data import Loader, ParquetSource, PreparedSource
-from hotrow.data.prepared import Feature, Prepared, Schema, Shard
+from hotrow.data import Loader, ParquetSource
 from hotrow.inputs.shuffle import Order
 from samples import FEATURES, Memory, numbers_of
 
@@ -330,51 +329,6 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     pq.write_table(two, path)
     with pytest.raises(ValueError, match="has 2 columns 'a': which is meant"):
         ParquetSource(path, label="y", features=["a"])
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    samples=st.lists(st.integers(0, 30), min_size=1, max_size=5),
-    block=st.integers(1, 8),
-    picked=st.sets(st.integers(0, 40)),
-    dense=st.sampled_from([("a", "b"), ("b",), ()]),
-)
-def test_blocks_of_many_shards_are_read_as_they_lie(
-    samples: list[int], block: int, picked: set[int], dense: tuple[str, ...]
-) -> None:
-    shards, at = [], 0
-    for count in samples:
-        numbers = np.arange(at, at + count)
-        ids = np.stack([numbers, -numbers], 1).astype(np.int32)
-        dense_columns, label = (ids * 0.5).astype(np.float32), (numbers % 2).astype(np.uint8)
-        shards.append(Shard(count, ids, dense_columns, label, {}))
-        at += count
-
-    class Made(Prepared):
-        schema = Schema("label", ("a", "b"), (Feature("f", "t"), Feature("g", "t")))  # type: ignore[assignment]
-
-        def __init__(self) -> None: ...
-
-        def shards(self, split: str) -> Any:
-            return shards
-
-    source = PreparedSource(Made(), "train", dense=dense, block=block)
-    blocks = np.array(sorted(each for each in picked if each < len(source.sizes)), np.int64)
-    found = source.read(blocks)
-    starts = [
-        first + sum(samples[:number])
-        for number, count in enumerate(samples)
-        for first in range(0, count, block)
-    ]
-    sizes = source.sizes.tolist()
-    wanted = [
-        n for each in blocks.tolist() for n in range(starts[each], starts[each] + sizes[each])
-    ]
-    assert found.ids[:, 0].tolist() == wanted
-    assert found.ids[:, 1].tolist() == [-each for each in wanted]
-    assert found.label.tolist() == [each % 2 for each in wanted]
-    columns = {"a": [0.5 * each for each in wanted], "b": [-0.5 * each for each in wanted]}
-    assert found.dense.T.tolist() == [columns[name] for name in dense]
 
 
 @pytest.mark.parametrize("seed", [None, 1])

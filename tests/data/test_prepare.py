@@ -248,7 +248,9 @@ STOPPED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", STOPPED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "random" else n for n in STOPPED]
+)
 def test_a_run_stopped_anywhere_ends_with_the_same_bytes(
     tmp_path: Path, log: Path, name: str
 ) -> None:

@@ -22,8 +22,8 @@ from hotrow.data.prepared.text import TextFiles
 from preparing import IN_ORDER, all_of, prepared, total
 
 
-def run(out: Path, *paths: Path, kind: str = "criteo", **options: Any) -> Prepared:
-    return prepared(kind, out, *paths, **options)
+def run(out: Path, *paths: Path, **options: Any) -> Prepared:
+    return prepared("criteo", out, *paths, **options)
 
 
 def changed(column: int, value: str) -> Any:
@@ -227,13 +227,6 @@ def test_a_line_that_is_too_long_is_left_out_and_counted(
     pieces = list(TextFiles([path], piece_bytes=9000).pieces())
     for number, piece in enumerate(pieces):  # as a resumed run reads them
         assert list(TextFiles([path], piece_bytes=9000).pieces(piece.place)) == pieces[number:]
-
-
-def test_a_header_that_is_too_long_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "train.csv"
-    path.write_bytes(b"x" * 9500 + b"\n" + b"1,2\n")
-    with pytest.raises(ValueError, match=r"train\.csv, line 1: longer than 9,000 bytes"):
-        run(tmp_path / "out", path, kind="avazu", bad_rows="skip")
 
 
 def test_counts_that_no_disk_has_room_for_are_refused_before_anything_is_read(

@@ -16,7 +16,7 @@ from hotrow.data.prepared.format import (
     MANIFEST,
     sections,
 )
-from preparing import Full, write_prepared
+from preparing import write_prepared
 
 SCHEMA = Schema(
     "click",
@@ -146,12 +146,6 @@ def test_a_table_or_split_that_the_data_lacks_is_named(folder: Path) -> None:
     for ask in (data.shards, data.samples, lambda split: Loader(folder, split, batch_size=4)):
         with pytest.raises(ValueError, match="no split 'valid'; it has train, test"):
             ask("valid")
-
-
-def test_a_full_disk_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"the disk is full: .*000\.bin was not written"):
-        Full(tmp_path, "000.bin").write("shards/000.bin", [bytes(60), bytes(60)])
-    assert list((tmp_path / "shards").iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from hotrow.data import (
     Counted,
     Loader,
     ParquetSource,
-    PreparedSource,
     SequenceBatch,
     SequenceLoader,
     SyntheticConfig,
@@ -243,16 +242,6 @@ def test_a_seed_gives_the_order_that_clicks_have(data: Prepared) -> None:
     rest = [batch.label for batch in mine.batches(start=4)]
     whole = [batch.label for batch in mine][4:]
     assert all(torch.equal(*pair) for pair in zip(rest, whole, strict=True))
-
-
-def test_numbers_can_be_left_out(data: Prepared) -> None:
-    source = PreparedSource(data, "train", dense=[])
-    mine = SequenceLoader(
-        source, steps=4, histories=PAST, padding=data.table_rows, batch_size=16, workers=1
-    )
-    assert next(iter(mine)).dense.shape == (16, 5, 1)
-    with pytest.raises(ValueError, match="the data has no column of numbers 'age'; it has gap"):
-        PreparedSource(data, "train", dense=["age"])
 
 
 def test_histories_are_found_by_their_names() -> None:

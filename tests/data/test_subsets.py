@@ -129,7 +129,7 @@ def test_every_sample_comes_once_an_epoch_as_it_was(
 
 
 def test_only_the_samples_asked_for_are_read(tmp_path: Path) -> None:
-    prepared(tmp_path, [20, 1, 30])
+    prepared(tmp_path, [20, 0, 1, 30])
     source = PreparedSource(tmp_path, "train", dense=["same"], block=8)
     numbers = np.array([0, 3, 19, 20, 21, 22, 49, 50])
     wanted, chosen = columns(numbers, BIG), source.take(numbers)

@@ -27,18 +27,6 @@ def test_the_published_cardinalities_add_up():
     assert sum(min(rows, 40_000_000) for rows in TERABYTE_ROWS) == 204_184_588
 
 
-def test_a_batch_has_the_shapes_and_types_a_model_reads():
-    batch = SyntheticClicks(TINY).batch(0)
-    assert batch.dense.shape == (256, 4)
-    assert batch.dense.dtype == torch.float32
-    assert batch.sparse.shape == (256, 4)
-    assert batch.sparse.dtype == torch.int64
-    assert batch.sparse.is_contiguous()
-    assert batch.label.shape == (256,)
-    assert set(batch.label.tolist()) == {0.0, 1.0}
-    assert len(batch.to("cpu")) == 256
-
-
 def test_a_batch_depends_on_its_number_and_the_seed_alone():
     clicks = SyntheticClicks(TINY)
     in_order = list(clicks.batches(0, 4))

@@ -118,14 +118,15 @@ def test_a_model_trains_on_modules_of_torch(case: ModelCase) -> None:
     assert train_plainly(plain, batches) == pytest.approx(train(ours, batches), rel=1e-4)
 
 
-def test_a_generator_decides_the_start(case: ModelCase) -> None:
-    def weights(seed: int) -> Tensor:
-        torch.manual_seed(int(torch.randint(1000, ())))
-        model = case.build(generator=torch.Generator().manual_seed(seed))
+def test_a_generator_or_torchs_seed_decides_the_start(case: ModelCase) -> None:
+    def weights(seed: int, generator: torch.Generator | None) -> Tensor:
+        (generator or torch.default_generator).manual_seed(seed)
+        model = case.build(generator=generator)
         return nn.utils.parameters_to_vector(model.parameters()).detach()
 
-    assert torch.equal(weights(1), weights(1))
-    assert not torch.equal(weights(1), weights(2))
+    for generator in (torch.Generator(), None):
+        assert torch.equal(weights(1, generator), weights(1, generator))
+        assert not torch.equal(weights(1, generator), weights(2, generator))
 
 
 def gradients(model: nn.Module, logits: Tensor) -> list[Tensor]:
@@ -137,7 +138,7 @@ def gradients(model: nn.Module, logits: Tensor) -> list[Tensor]:
 COMPILED = [name for name in MODEL_CASES if name not in ("dlrm", "deepfm-multi-hot")]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", COMPILED)
 def test_the_dense_part_is_one_graph_for_a_compiler(name: str) -> None:
     torch.compiler.reset()
@@ -158,7 +159,7 @@ def test_the_dense_part_is_one_graph_for_a_compiler(name: str) -> None:
 
 
 # torch's compiler reads what it warns others of.
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_compiled_model_trains_to_the_same_weights(case: ModelCase) -> None:
     """Whole, the lookup being left out of the graphs."""
@@ -213,7 +214,7 @@ def test_padding_changes_neither_the_start_nor_the_training(case: ModelCase) -> 
     torch.testing.assert_close(other.state_dict(), padded.state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.slow
 @without_gpu
 @pytest.mark.parametrize(
     ("name", "slots"), [("dcnv2-full", 240), ("deepfm-multi-hot", 460), ("tbsm", 440)]

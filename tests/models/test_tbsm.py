@@ -60,13 +60,6 @@ def test_weights_start_as_in_the_reference() -> None:
     assert abs(float(model.metric.detach().mean())) < 1e-3
 
 
-def test_step_vectors_have_length_one() -> None:
-    model = CASE.build()
-    assert isinstance(model, TBSM)
-    steps = model.steps(torch.rand(4, NUM_STEPS + 1, 1), torch.rand(4 * (NUM_STEPS + 1), 3 * DIM))
-    torch.testing.assert_close(steps.norm(dim=2), torch.ones(4, NUM_STEPS + 1))
-
-
 def test_what_stands_in_padding_changes_no_bit() -> None:
     batches = CASE.batches(3)
     models = [CASE.build(collection(padding_idx=None)) for _ in range(2)]
@@ -93,38 +86,6 @@ def test_padding_is_read_and_never_trained(padding_idx: int | None) -> None:
         assert torch.equal(rows[0], before[key][0])
         assert not torch.equal(rows, before[key])
         assert padding_idx is None or not rows[0].any()
-
-
-def test_a_padding_id_gives_the_bits_of_an_ordinary_one() -> None:
-    batches = CASE.batches(3)
-    scores = []
-    for padding_idx in (None, 0):
-        model = CASE.build(collection(padding_idx=padding_idx))
-        for batch in batches:
-            score = model(batch)
-            score.sum().backward()
-        scores.append(score)
-    assert torch.equal(*scores)
-
-
-def test_without_a_past_the_target_alone_decides() -> None:
-    model: Any = CASE.build()
-    (batch,) = CASE.batches(1)
-    batch = replace(batch, lengths=torch.zeros_like(batch.lengths))
-    found = model.embedding(batch.sparse)
-    vectors = torch.cat([found[name] for name in STEP_FEATURES], dim=1)
-    target = model.steps(batch.dense, vectors)[:, -1]
-    nothing = torch.zeros_like(target)
-    expected = model.final(torch.cat([nothing, target], dim=1)).squeeze(1)
-    torch.testing.assert_close(model(batch), expected)
-
-
-def test_the_past_matters_where_there_is_one() -> None:
-    model = CASE.build()
-    (batch,) = CASE.batches(1)
-    without = replace(batch, lengths=torch.zeros_like(batch.lengths))
-    is_same = model(batch) == model(without)
-    assert torch.equal(is_same, batch.lengths == 0)
 
 
 def test_steps_whose_vector_is_zero_have_finite_gradients() -> None:

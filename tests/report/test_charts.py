@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from typing import Any
-
-import pytest
 
 from hotrow.report import page as pages
 from hotrow.report.charts import Bars, Chart, Line, Spans
@@ -63,10 +60,3 @@ def test_a_page_with_charts_has_the_library_once() -> None:
     html = pages.page("t", [pages.charts([chart, chart])])
     assert html.count("plotly.js v") == 1
     assert len(html) < 6_000_000
-
-
-def test_without_plotly_there_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    from hotrow.report.charts import library
-
-    assert library() is None

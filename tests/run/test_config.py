@@ -138,11 +138,6 @@ def test_an_override_is_read_as_its_key_asks(override: str, read: object) -> Non
         ("[model]\nnum_steps = 5", "[model] dlrm takes bottom, top, but not num_steps"),
         ("[model]\nkind = 'tbsm'\nnum_steps = 0", "num_steps must be a number of at least 1"),
         ("[model]\nkind = 'tbsm'\nfinal = [0]", "final must be a number of at least 1"),
-        ("[model]\ncross_rank = 8", "[model] dlrm takes bottom, top, but not cross_rank"),
-        (
-            "[model]\nkind = 'deepfm'\nbottom = [8]",
-            "[model] deepfm takes deep, but not bottom",
-        ),
         (
             "[model]\nkind = 'dcnv2'\ncross_rank = 0",
             "[model] cross_rank must be a number of at least 1, got 0",

@@ -35,7 +35,7 @@ def test_every_file_is_tried() -> None:
     assert {path.stem for path in FOLDER.glob("*.toml")} == ROWS.keys()
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("name", ROWS)
 def test_it_trains_in_small(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -10,10 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from hotrow.cli._output import one_line_warnings
-from hotrow.run.files import RunWriter, environment, read_run, read_start, read_steps
+from hotrow.run.files import RunWriter, read_run, read_start, read_steps
 from hotrow.run.tally import STEPS_BEHIND
 from hotrow.support.records import StartRecord
 from step_records import RUN, STEP, SUMMARY, Device, failing_step
@@ -58,14 +57,6 @@ def test_an_earlier_run_is_never_overwritten(tmp_path: Path) -> None:
     assert names == ["again", "again-2", "again-3"]
 
 
-def test_half_a_line_of_a_killed_run_is_ignored(tmp_path: Path) -> None:
-    with RunWriter(tmp_path, name="killed") as run:
-        run.step(STEP)
-    with (run.folder / "steps.jsonl").open("a") as file:
-        file.write('{"step": 2, "lo')
-    assert list(read_steps(run.folder)) == [STEP]
-
-
 def test_nan_is_written_as_null(tmp_path: Path) -> None:
     with RunWriter(tmp_path, name="nan") as run:
         run.step(replace(STEP, loss=math.nan))
@@ -94,13 +85,6 @@ def test_a_damaged_record_is_named(tmp_path: Path, text: str, message: str) -> N
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(ValueError, match=message):
         read_run(tmp_path)
-
-
-def test_the_environment_names_versions_and_threads() -> None:
-    facts = environment("cpu")
-    assert facts["threads"] == torch.get_num_threads()
-    assert facts["versions"]["torch"]
-    assert facts["versions"].keys() == {"hotrow", "torch", "numpy", "triton"}
 
 
 @contextmanager

@@ -70,10 +70,6 @@ CHECKED = "training.check_equality=true"
 CLICKS = ("data.kind=prepared", "data.folder=out", "data.batch_size=32", "embedding.budget=60%")
 
 
-def section(*settings: str) -> DataSection:
-    return load(overrides=[f"data.{each}" for each in settings]).data
-
-
 def test_features_of_one_table_come_side_by_side(folder: Path) -> None:
     config = load(overrides=["data.kind=prepared", "data.folder=out", "data.batch_size=50"])
     samples = open_samples(config.data, pin_memory=False)
@@ -151,36 +147,20 @@ def test_a_model_of_clicks_says_that_it_sums_histories(taobao: Path) -> None:
     )  # fmt: skip
 
 
-def counted(*settings: str) -> DataSection:
-    return section("kind=counted", "folder=out", "batch_size=500", "samples=20_000", *settings)
-
-
 def test_counted_clicks_read_rows_as_often_as_the_folder(folder: Path) -> None:
     data = Prepared(folder)
-    samples = open_samples(counted(), pin_memory=False)
+    section = DataSection(kind="counted", folder="out", batch_size=500, samples=20_000)
+    samples = open_samples(section, pin_memory=False)
     assert {name: rows for name, (rows, _) in samples.tables.items()} == data.table_rows
     assert samples.lookups == {"item": 2, "shop": 1, "other": 1}  # two columns read items
     assert samples.num_dense == 1
-    read = {name: torch.zeros(rows) for name, rows in data.table_rows.items()}
-    for batch in samples.batches(40):
-        values = batch.sparse.values().split((500 * torch.tensor([2, 1, 1])).tolist())
-        for ids, name in zip(values, batch.sparse.keys(), strict=True):
-            read[name] += torch.bincount(ids, minlength=len(read[name]))
-    for name, found in read.items():
+    sparse = next(samples.batches(1)).sparse
+    for ids, name in zip(sparse.values().split([1000, 500, 500]), sparse.keys(), strict=True):
         counts = torch.from_numpy(np.array(data.counts(name)))
-        expected = found.sum() * counts / counts.sum()
-        here = expected > 0
-        assert not found[~here].any()
-        chi = ((found - expected)[here] ** 2 / expected[here]).sum() / here.sum()
-        assert 0.3 < float(chi) < 1.9
-
-
-def test_drift_lets_other_rows_take_the_top(folder: Path) -> None:
-    still = open_samples(counted(), pin_memory=False)
-    moving = open_samples(counted("drift=0.1"), pin_memory=False)
-    first, later = (moving.drawn.hottest(0, 3, index=index).tolist() for index in (0, 5))
-    assert first == still.drawn.hottest(0, 3, index=5).tolist()
-    assert not set(first) & set(later)
+        read = torch.bincount(ids, minlength=len(counts))
+        assert not read[counts == 0].any()
+        shares = read / read.sum() - counts / counts.sum()
+        assert float(shares.abs().max()) < 0.06
 
 
 def test_counted_data_train_and_are_simulated(folder: Path) -> None:
@@ -350,11 +330,3 @@ def test_a_folder_is_simulated_as_it_is_read(folder: Path, pin: str) -> None:
     assert all(line["lookups"] == 30 * 16 * 4 for line in lines)
     fetched = {line["strategy"]: line["fetched_rows"] for line in lines}
     assert fetched["belady"] <= fetched["lru"] < fetched["uncached"]
-
-
-def test_the_hottest_rows_of_a_folder_are_those_it_has_counted(folder: Path) -> None:
-    section = DataSection(kind="prepared", folder="out", batch_size=16)
-    trace, data = OfRun(section), Prepared(folder)
-    every = np.concatenate([data.counts(table) for table in data.table_rows])
-    assert trace.num_rows == len(every)
-    assert every[trace.hottest(20).numpy()].tolist() == sorted(every, reverse=True)[:20]

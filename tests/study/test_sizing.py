@@ -20,6 +20,7 @@ from hotrow.run.config import RunConfig, load
 from hotrow.run.job import build
 from hotrow.sizing.budgets import budget_for
 from hotrow.sizing.cost import Work
+from hotrow.sizing.machines import Machine
 from hotrow.study.lookups import OfRun
 from hotrow.study.simulation import Simulation
 from hotrow.study.sizing import Sizing, StepModel, _timed, base_of, machine_of, size
@@ -31,6 +32,11 @@ SMALL = ["data.rows=[20000,3000,50]", "data.batch_size=64", "data.samples=640", 
 @pytest.fixture(scope="module")
 def config() -> RunConfig:
     return load(overrides=SMALL)
+
+
+@pytest.fixture(scope="module")
+def this(config: RunConfig) -> Machine:
+    return machine_of("this", config)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +89,7 @@ def test_in_the_long_run_a_slot_for_each_row_fetches_nothing(sizing: Sizing) -> 
     assert (fetched[settled] == curve[settled]).all()
 
 
+@pytest.mark.slow
 def test_a_short_trace_tells_what_a_long_one_does(config: RunConfig) -> None:
     """Up to the slots that the long one has settled."""
     machine = machine_of("h200", config)
@@ -156,9 +163,10 @@ def test_no_budget_is_larger_than_the_memory(config: RunConfig, sizing: Sizing) 
         size(small, reach=0.9)
 
 
-def test_what_a_plan_takes_on_a_cpu_is_measured_of_every_strategy(config: RunConfig) -> None:
-    machine = machine_of("this", config)
-    sizing = Sizing(config, machine, batches=4, warm_up=4, depths=(2,), dense_ms=1.0)
+def test_what_a_plan_takes_on_a_cpu_is_measured_of_every_strategy(
+    config: RunConfig, this: Machine
+) -> None:
+    sizing = Sizing(config, this, batches=4, warm_up=4, depths=(2,), dense_ms=1.0)
     times = {each.strategy.name: each.planning_ms for each in sizing.planned(sizing.slots[-2:])}
     assert set(times) == {"lru", "static", "lookahead"}
     assert None not in times.values()
@@ -180,9 +188,11 @@ def test_budgets_hold_their_slots_and_batches(sizing: Sizing, found: SizeRecord)
     assert least["lookahead"] >= sizing.profile.floors[1]
 
 
-def test_all_fast_is_timed_here_and_guessed_elsewhere(config: RunConfig, sizing: Sizing) -> None:
+def test_all_fast_is_timed_here_and_guessed_elsewhere(
+    config: RunConfig, this: Machine, sizing: Sizing
+) -> None:
     work = sizing.work
-    here = base_of(config, machine_of("this", config), work)
+    here = base_of(config, this, work)
     assert here.how == "measured"
     assert here.ms > 0
     guessed = base_of(config, sizing.machine, work)
@@ -192,13 +202,12 @@ def test_all_fast_is_timed_here_and_guessed_elsewhere(config: RunConfig, sizing:
 
 @pytest.mark.parametrize("setting", ["embedding.budget=auto", "embedding.profile={folder}"])
 def test_all_fast_is_timed_whatever_the_run_has_for_other_strategies(
-    tmp_path: Path, setting: str
+    tmp_path: Path, setting: str, this: Machine
 ) -> None:
     """With tables made smaller, counts are of others."""
     save_profile(tmp_path / "p", {"cat_0": torch.arange(20_000)})
     config = load(overrides=[*SMALL, setting.format(folder=tmp_path / "p")])
     work = Work(lookups=192, unique_rows=100, row_bytes=68, table_bytes=23_050 * 68)
-    this = machine_of("this", config)
     assert base_of(config, this, work, most_bytes=1 << 18).how == "measured"
 
 
