@@ -11,7 +11,7 @@ from rich.console import Console
 
 from hotrow.report.charts import Bars
 from hotrow.report.comparison import advise, comparison_document, remarks
-from hotrow.report.page import Charts, Section, page_of
+from hotrow.report.page import Charts, Section, Table, page_of
 from hotrow.report.terminal import show_parts
 from hotrow.support.records import Figures
 from report_builders import comparison, figures
@@ -128,3 +128,9 @@ def test_the_table_fits_a_terminal_of_80_columns() -> None:
     assert "…" not in text
     for word in ("samples/s", "p20-p80", "speed-up", "memory", "hit rate", "log-loss"):
         assert word in text
+
+
+def test_a_column_of_empty_cells_is_shown() -> None:
+    shown = StringIO()
+    show_parts([Table(("name", "note"), [("lru", ""), ("fae", "")])], Console(file=shown))
+    assert "lru" in shown.getvalue()

@@ -138,7 +138,7 @@ def test_memory_stays_until_the_job_is_done_and_goes_then() -> None:
 def test_neither_a_child_nor_the_end_of_a_program_waits_for_ever() -> None:
     """What is taken down after the last line still has its writer."""
     script = """
-        import os, torch, hotrow, hotrow.embedding.collection, hotrow.engine.gpu.bulk
+        import os, torch, hotrow, hotrow.embedding.collection, hotrow.engine.tuning
         from hotrow.engine.gpu.rows import gpu_rows
         from hotrow.store.writer import Writer
         writer = Writer(2)
@@ -153,7 +153,7 @@ def test_neither_a_child_nor_the_end_of_a_program_waits_for_ever() -> None:
         writer.write(store, ids, torch.ones(100_000, 32))
 
         hotrow.embedding.collection._engine = lambda device: gpu_rows
-        hotrow.engine.gpu.bulk._LEAST_CERTAIN = 0
+        hotrow.engine.tuning.DEFAULT = hotrow.engine.tuning.Tuning(least_certain=0)
         table = hotrow.EmbeddingBagConfig("t", 100, 4, ["f"])
         budget = hotrow.Budget((hotrow.Share(16, 32, True),), window_bytes=4096)
         embedding = hotrow.EmbeddingBagCollection([table], hotrow.SGD(), budget=budget, fill="bulk")

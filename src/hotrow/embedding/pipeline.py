@@ -248,9 +248,8 @@ class Pipeline:
 
     def _allocate_slots(self, first: PlannedBatch) -> None:
         """Allocate slots if this is the first batch, which says how much plans take."""
-        if self._rows.can_resize:
-            self._make_room(first)
-            self._rows.allocate_slots()
+        self._make_room(first)
+        self._rows.allocate_slots()  # of each width: an error may have left one without
 
     def _staged(self, values: Tensor) -> Tensor:
         """Copy ids to the device, to one buffer per shape; they are read before the next copy."""

@@ -63,8 +63,10 @@ def _tables(table: Table, width: int) -> Iterator[rich.table.Table]:
         return
     widths = [
         max(
-            _head_width(head),
-            *(cell_len(line) for row in table.rows for line in row[place].splitlines()),
+            [
+                _head_width(head),
+                *(cell_len(line) for row in table.rows for line in row[place].splitlines()),
+            ]
         )
         for place, head in enumerate(table.heads)
     ]

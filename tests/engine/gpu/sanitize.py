@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hotrow
-import hotrow.engine.gpu.bulk
+import hotrow.engine.tuning
 import hotrow.support.streams
 from hotrow.data import ClickBatch
 from hotrow.engine.gpu.rows import gpu_rows
@@ -248,7 +248,7 @@ def strategies() -> None:
             embedding = collection(name, rules[number], by_hand(slots, dense_map=dense_map))
             if embedding is not None:
                 train(embedding, clicks(), lambda batch: batch.sparse)
-    hotrow.engine.gpu.bulk._LEAST_CERTAIN = 0  # few batches are known here
+    hotrow.engine.tuning.DEFAULT = hotrow.engine.tuning.Tuning(least_certain=0)
     for form in ("bulk", "staged"):
         embedding = collection("lookahead", "adam", by_hand(100, dense_map=False), fill=form)
         assert embedding is not None

@@ -168,6 +168,32 @@ def test_slots_are_allocated_once_with_the_first_batch() -> None:
     assert group.slots is slots
 
 
+@pytest.mark.parametrize("announced", [True, False])
+def test_slots_that_could_not_be_allocated_are_allocated_with_the_next_batch(
+    announced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One width has its slots when the memory for those of another is missing."""
+    embedding = build(widths=(4, DIM))
+    batches = dense(20, count=2, features=2)
+
+    def step() -> None:
+        for batch in hotrow.ahead(batches[:1], embedding) if announced else batches[:1]:
+            readout(embedding(batch)).backward()
+
+    def fail(share: Any) -> Any:
+        raise torch.OutOfMemoryError("not now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(embedding.groups[1].plan_room, "_build", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            step()
+    step()
+    assert [len(group.slots) - 1 for group in embedding.groups] == [
+        group.num_slots for group in embedding.groups
+    ]
+    embedding.check()
+
+
 def test_batches_that_nobody_announced_are_counted_too() -> None:
     embedding = build()
     for batch in dense(90):

@@ -172,6 +172,12 @@ def test_what_a_loader_writes_over_is_kept() -> None:
     assert torch.cat(list(found.hot.batches())).tolist() == [0, 2, 4, 6, 8, 10]
 
 
+def test_batches_have_the_size_of_the_first_one_with_samples() -> None:
+    given = [torch.arange(0), torch.arange(4), torch.arange(4, 8)]
+    found = separate(given, lambda batch: batch % 2 == 0, SetOptions(seed=None))
+    assert [batch.tolist() for batch in found.hot.batches()] == [[0, 2, 4, 6]]
+
+
 def test_threads_end_with_the_loop() -> None:
     found = separate(loader(100, 16), is_third)
     before = threading.active_count()

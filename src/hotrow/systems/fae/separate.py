@@ -272,9 +272,8 @@ def _copied(
     hot, cold = _Blocks(options, memory), _Blocks(options, memory)
     for number, batch in enumerate(batches):
         outline = _outline(batch, options)
-        mask = mask_of(popular(batch))
         if number == 0:
-            first, size = outline, len(mask)
+            first = outline
             hot.has_tensors = cold.has_tensors = outline is not None
         if outline != first:
             here, there = _first_difference(outline, first)
@@ -283,6 +282,8 @@ def _copied(
                 f"be mixed: {reprlib.repr(here)} instead of {reprlib.repr(there)}; leave out what "
                 "differs between batches, or give functions of your own: take= and join="
             )
+        mask = mask_of(popular(batch))
+        size = size or len(mask)  # the first batch may be empty
         hot.add(batch, mask)
         cold.add(batch, ~mask)
         advance(len(mask))
