@@ -19,7 +19,7 @@ from hotrow.inputs.tree import tensors_in
 from hotrow.models import TBSM
 from hotrow.run.config import DataSection, load
 from hotrow.run.files import read_run, read_steps
-from hotrow.run.job import Job, build
+from hotrow.run.job import Job, build, open_data
 from hotrow.run.source import open_samples
 from hotrow.study.lookups import OfRun
 from hotrow.support.records import RunRecord
@@ -116,6 +116,15 @@ def test_on_a_gpu_a_tbsm_on_taobao_equals_all_fast_and_batches_are_page_locked(
     assert all(each.is_pinned() for each in tensors_in(next(job.samples.batches(1))))
     run = train(*given, "training.epochs=3", "training.eval_every=9", CHECKED)
     assert run.summary.equal_to_all_fast is True
+
+
+def test_splits_of_generated_data_share_no_batch() -> None:
+    small = ["data.samples=640", "data.batch_size=64", "data.eval_batches=3", "data.scale=1e-4"]
+    samples = open_data(load(overrides=small))
+    splits = [list(samples.split(name).batches) for name in ("train", "validation", "test")]
+    assert [len(split) for split in splits] == [10, 3, 3]
+    seen = {tuple(batch.label.tolist()) for split in splits for batch in split}
+    assert len(seen) == 16
 
 
 def test_a_tbsm_has_a_row_more_for_what_there_is_not(taobao: Path) -> None:

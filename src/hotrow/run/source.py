@@ -119,11 +119,12 @@ class Generated:
             yield map_tensors(batch, Tensor.pin_memory) if self._pins else batch
 
     @cached_property
-    def _held_back(self) -> list[AnyBatch]:
-        """The batches after the training data, for test and validation; every evaluation reads
-        them."""
+    def _held_back(self) -> dict[str, list[AnyBatch]]:
+        """The batches after the training data, for test and then for validation; every evaluation
+        reads them."""
         first, count = self.batches_per_epoch, self._section.eval_batches or 8
-        return list(self.drawn.batches(first, first + count))
+        held: list[AnyBatch] = list(self.drawn.batches(first, first + 2 * count))
+        return {"test": held[:count], "validation": held[count:]}
 
     @property
     def profile(self) -> Profile | None:
@@ -131,8 +132,12 @@ class Generated:
 
     def split(self, name: str, *, whole: bool = False) -> Split:
         _check_split(name)
-        count = self.batches_per_epoch if name == "train" else len(self._held_back)
-        batches = self.drawn.batches(0, count) if name == "train" else self._held_back
+        if name == "train":
+            count = self.batches_per_epoch
+            batches: Iterable[AnyBatch] = self.drawn.batches(0, count)
+        else:
+            batches = held = self._held_back[name]
+            count = len(held)
         samples = count * self._section.batch_size
         return Split(batches, samples, samples)
 

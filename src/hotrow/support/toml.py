@@ -12,6 +12,7 @@ import types
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -113,9 +114,14 @@ def build(kind: type[Kind], found: Mapping[str, Any], *, where: str, section: st
         raise ValueError(f"{where}: [{section}] {error}") from None
 
 
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
 def _hint(kind: Any, key: str, *, where: str, section: str) -> Any:
     """The type of a key; a ValueError that suggests the nearest when there is no such key."""
-    known = get_type_hints(kind)
+    known = _hints(kind)
     if key in known:
         return known[key]
     near = nearest(key, known)

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hotrow.embedding.ahead import Ahead
+from hotrow.embedding.arguments import usable_device
 from hotrow.embedding.collection import EmbeddingBagCollection, collections_in
 from hotrow.inputs.tree import to_device
 from hotrow.support.clock import Clock, named
@@ -91,6 +92,7 @@ class Trainer(Generic[Batch]):
         check_optimizer(dense_optimizer, "dense_optimizer")
         self.model, self.dense_optimizer, self.ids = model, dense_optimizer, ids
         self.device, self.depth = torch.device(device), depth
+        usable_device(self.device)
         self.deterministic = deterministic
         self.step = 0  # steps taken so far, over all calls of run()
         self.loss_samples, self.loss_seconds = 0, 0.0  # of mean_loss
