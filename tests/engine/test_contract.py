@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
-from torch.utils.checkpoint import checkpoint
 
 import hotrow
+import loops
 from builders import CASES, Case, build, outcome, readout, train
 from contracts import (
     CPU,
@@ -35,6 +35,7 @@ from contracts import (
     on_device,
 )
 from hotrow.engine.rules import Hold
+from loops import of_collection
 
 ONE_HOT, TWO_WIDTHS = CASES["one-hot"], CASES["two-widths"]
 Collection = hotrow.EmbeddingBagCollection
@@ -56,38 +57,6 @@ def learn(loss: Tensor) -> Tensor:
 # -- loops -------------------------------------------------------------------------------
 
 
-def losses_are_summed(embedding: Collection, batches: list[Any]) -> list[Tensor]:
-    stream = hotrow.ahead(batches, embedding)
-    return [
-        learn(look_up(embedding, first) + look_up(embedding, next(stream, first), 0.5))
-        for first in stream
-    ]
-
-
-def batches_are_pulled_together(embedding: Collection, batches: list[Any]) -> list[Tensor]:
-    stream = hotrow.ahead(batches, embedding)
-    pulled = ([first, *itertools.islice(stream, 2)] for first in stream)
-    return [learn(look_up(embedding, batch)) for some in pulled for batch in reversed(some)]
-
-
-def passes_are_accumulated(embedding: Collection, batches: list[Any]) -> list[Tensor]:
-    losses = []
-    stream = hotrow.ahead(batches, embedding)
-    for _ in range(len(batches) // 3):
-        with embedding.accumulate():
-            losses += [learn(look_up(embedding, each)) for each in itertools.islice(stream, 3)]
-    assert embedding.optimizer.steps[0] == len(batches) // 3
-    return losses
-
-
-def two_calls_are_one_step(embedding: Collection, batches: list[Any]) -> list[Tensor]:
-    pairs = zip(batches[::2], batches[1::2], strict=False)
-    return [
-        learn((look_up(embedding, first) * look_up(embedding, second)).tanh())
-        for first, second in pairs
-    ]
-
-
 def two_passes_are_two_steps(embedding: Collection, batches: list[Any]) -> list[Tensor]:
     losses = []
     for batch in hotrow.ahead(batches, embedding):
@@ -95,45 +64,6 @@ def two_passes_are_two_steps(embedding: Collection, batches: list[Any]) -> list[
         loss.backward(retain_graph=True)
         losses.append(learn(loss))
     assert embedding.optimizer.steps[0] == 2 * len(batches)
-    return losses
-
-
-def some_batches_are_not_trained(embedding: Collection, batches: list[Any]) -> list[Tensor]:
-    """Some are looked up without a backward pass, some are not looked up."""
-    losses, unused = [], []
-    for place, batch in enumerate(hotrow.ahead(batches, embedding)):
-        if place % 4 == 1:
-            continue
-        loss = look_up(embedding, batch)
-        unused.append(embedding(batch))
-        losses.append(learn(loss) if place % 4 else loss.detach())
-    return losses
-
-
-def lookups_are_recomputed(embedding: Collection, batches: list[Any]) -> list[Tensor]:
-    losses = []
-    for place, batch in enumerate(hotrow.ahead(batches, embedding)):
-        slope = torch.ones((), requires_grad=True)  # a reentrant checkpoint wants such an input
-
-        def part(scale: Tensor, batch: Any = batch) -> Tensor:
-            return look_up(embedding, batch) * scale.to(embedding.device)
-
-        reentrant = place % 2 == 0
-        first = checkpoint(part, slope, use_reentrant=reentrant)
-        losses.append(learn(first + checkpoint(part, slope * 0.5, use_reentrant=reentrant)))
-    assert embedding.optimizer.steps[0] == len(batches)
-    return losses
-
-
-def weights_have_a_gradient(embedding: Collection, batches: list[Any]) -> list[Tensor]:
-    """From the rows as they were before the update."""
-    scale, losses = torch.tensor(1.5, device=embedding.device, requires_grad=True), []
-    for batch in hotrow.ahead(batches, embedding, ids=lambda b: (b.values(), b.offsets())):
-        weights = batch.weights_or_none() * scale
-        losses.append(learn(look_up(embedding, (batch.values(), batch.offsets(), weights))))
-        assert scale.grad is not None
-        losses.append(scale.grad.clone())
-        scale.grad = None
     return losses
 
 
@@ -283,14 +213,14 @@ class Contract:
 
 SKIP = {"on_nonfinite": "skip"}
 CONTRACTS = [
-    Contract(losses_are_summed),
-    Contract(batches_are_pulled_together),
-    Contract(passes_are_accumulated),
-    Contract(two_calls_are_one_step),
+    Contract(of_collection(loops.one_loss_of_two_batches)),
+    Contract(of_collection(loops.batches_pulled_together)),
+    Contract(of_collection(loops.accumulated)),
+    Contract(of_collection(loops.product_of_two_batches)),
     Contract(two_passes_are_two_steps),
-    Contract(some_batches_are_not_trained),
-    Contract(lookups_are_recomputed, steps=4),
-    Contract(weights_have_a_gradient, steps=4),
+    Contract(of_collection(loops.some_without_backward)),
+    Contract(of_collection(loops.checkpointed), steps=4),
+    Contract(of_collection(loops.learned_weights), steps=4),
     Contract(gradients_come_late, rule="adam", steps=3),
     Contract(the_loop_is_left, ONE_HOT),
     Contract(some_batches_are_not_announced, ONE_HOT),
