@@ -1,6 +1,7 @@
 """What every test shares: Triton's interpreter where there is no GPU, one thread per worker, a
 fixed seed, and poisoned new memory."""
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -40,6 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if seen[name] % mark.args[0]:
                 item.add_marker(pytest.mark.slow)
             seen[name] += 1
+
+
+def pytest_collection_finish() -> None:
+    """What every test finds is no garbage: tests that collect garbage need not look through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

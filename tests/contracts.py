@@ -271,13 +271,15 @@ _turns = itertools.count()
 
 
 def engines(*names: str) -> list[Any]:
-    """Engines as parameters. Of those that the interpreter runs, one of a GPU and one of the host
-    are not slow: they take turns."""
+    """Engines as parameters. Of those that the interpreter runs, one is not slow: one of a GPU and
+    one of the host take turns, and so do the engines of each."""
     names, turn = names or tuple(ENGINES), next(_turns)
     slow = [name for name in names if ENGINES[name].interpreted]
-    for family in (GPU, HOST):
-        members = [name for name in slow if name in family]
-        slow = [name for name in slow if name != members[turn % len(members)]] if members else slow
+    families = [[name for name in slow if name in family] for family in (GPU, HOST)]
+    families = [each for each in families if each]
+    if families:
+        members = families[turn % len(families)]
+        slow.remove(members[turn // len(families) % len(members)])
     return [
         pytest.param(ENGINES[name], id=name, marks=[pytest.mark.slow] if name in slow else [])
         for name in names

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
 import hotrow
+from commands import SMALL
+from commands import hotrow as command
 from hotrow.checkpoint.folder import latest_in, saved_in
-from hotrow.cli import make_app
 from hotrow.embedding.row_verifier import CorruptRows, RowVerifier
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.run.files import RunWriter
@@ -163,31 +163,20 @@ def test_a_map_that_is_wrong_is_found() -> None:
         verifier.verify(9)
 
 
-RUN = """
-[run]
-name = "small"
-[data]
-rows = [400, 60, 5]
-batch_size = 16
-samples = 320
-eval_batches = 4
-[model]
-embedding_dim = 4
-bottom = [8]
-top = [8]
-[embedding]
-budget = "60%"
+RUN = (
+    SMALL.replace("160", "320")
+    + """
 [training]
 verify_every = 4
 [checkpoint]
 every_steps = 3
 keep = 9
 """
+)
 
 
-def run(*settings: str) -> Result:
-    given = [word for each in settings for word in ("--set", each)]
-    return CliRunner().invoke(make_app(), ["train", "run.toml", *given])
+def run(*settings: str) -> Any:
+    return command("train", "run.toml", *(w for each in settings for w in ("--set", each)))
 
 
 @pytest.mark.filterwarnings("ignore:no threshold in")

@@ -168,26 +168,3 @@ NORMAL = [
     [-0.8626120090484619, 0.15609827637672424],
     [-2.1954307556152344, 0.9027842879295349],
 ]
-
-
-# -- rows that are made in their slots ---------------------------------------------------
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
-def test_rows_made_in_their_slots_are_those_of_the_store(device: str) -> None:
-    """Each table has its own words, and counts its own rows."""
-    sizes = (70, 1, 33, 90)
-    tables = [
-        Table(f"t{i}", rows, 5, [f"f{i}"], init=Uniform(-1.0, 2.0), padding_idx=0 if i else None)
-        for i, rows in enumerate(sizes)
-    ]
-    budget = hotrow.Budget((hotrow.Share(60, 32, False),), window_bytes=1 << 12)
-    options: dict[str, Any] = {"seed": 4, "device": device, "engine": gpu_rows}
-    slots = collection(*tables, strategy="lookahead", budget=budget, **options)
-    expected = collection(*tables, **options)
-    assert slots.groups[0].memory.host.unwritten is not None
-    slots.groups[0].store.rows.fill_(torch.nan)  # so that reading the store would show
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(6):
-        ids = (torch.rand(5, 4, generator=generator) * torch.tensor(sizes)).long().to(device)
-        assert torch.equal(slots(ids).values(), expected(ids).values())

@@ -104,7 +104,7 @@ def test_a_small_budget_keeps_its_slots_and_plans_come_on_top() -> None:
     assert other.num_slots < slots
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("shape", [*list(SHAPES)[:-1], BULK])
 def test_everything_is_within_the_budget(shape: str) -> None:
     options = dict(SHAPES[shape])

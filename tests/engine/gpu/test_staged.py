@@ -67,7 +67,7 @@ def all_fast(rule: str = "adagrad", steps: int = STEPS) -> Outcome:
 # -- the same bits -----------------------------------------------------------------------
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("depth", [4, 0])
 @pytest.mark.parametrize("victims", ["random", "most-recent"])
 @pytest.mark.parametrize("name", ["lookahead", "scratchpipe"])
@@ -233,6 +233,7 @@ def test_several_widths_share_one_thread_and_its_number_of_cores() -> None:
     assert [torch.get_num_threads(), *found] == [threads, threads]
 
 
+@pytest.mark.slow  # another process
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter's")
 def test_a_program_ends_though_rows_are_on_their_way() -> None:
     script = """

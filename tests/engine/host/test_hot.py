@@ -53,7 +53,7 @@ def by_kernels(
 # -- against every row in fast memory ------------------------------------------------------
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(7)  # each rule with another case
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rule", RULES)
 def test_it_trains_like_all_fast(case: str, rule: str) -> None:
@@ -63,7 +63,7 @@ def test_it_trains_like_all_fast(case: str, rule: str) -> None:
     assert 0 < traffic.fetched_rows < traffic.unique_rows
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(7)  # each rule with another case
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rule", RULES)
 def test_by_a_gpus_kernels_it_trains_like_all_fast(case: str, rule: str) -> None:
@@ -74,30 +74,30 @@ def test_by_a_gpus_kernels_it_trains_like_all_fast(case: str, rule: str) -> None
 @each_rule
 def test_whole_tables_that_are_hot_change_no_bit(rule: str) -> None:
     embedding = as_on_gpu(hot(MULTI_HOT, rule, profile={"b": torch.ones(30)}), "bags")
-    found = train(embedding, MULTI_HOT.batches(20))
-    assert found.same_bits(all_fast("multi-hot", rule, 20))
+    found = train(embedding, MULTI_HOT.batches(8))
+    assert found.same_bits(all_fast("multi-hot", rule, 8))
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_where_nothing_is_hot_it_is_hybrid(rule: str) -> None:
     embedding = hot(MULTI_HOT, rule, profile={})
-    expected = train(build(MULTI_HOT, rule, "hybrid"), MULTI_HOT.batches(20))
-    assert train(embedding, MULTI_HOT.batches(20)).same_bits(expected)
+    expected = train(build(MULTI_HOT, rule, "hybrid"), MULTI_HOT.batches(8))
+    assert train(embedding, MULTI_HOT.batches(8)).same_bits(expected)
     assert embedding.num_slots == 0
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_where_everything_is_hot_nothing_moves(rule: str) -> None:
     embedding = hot(MULTI_HOT, rule, part=1.1)
-    found = train(embedding, MULTI_HOT.batches(20))
-    assert found.same_bits(all_fast("multi-hot", rule, 20))
+    found = train(embedding, MULTI_HOT.batches(8))
+    assert found.same_bits(all_fast("multi-hot", rule, 8))
     traffic = embedding.traffic()
     assert traffic.fetched_rows == traffic.evicted_rows == 0
     assert traffic.hit_rate == 1
     assert embedding.num_slots == 110
 
 
-@pytest.mark.thinned(7)
+@pytest.mark.thinned(13)
 @pytest.mark.parametrize(
     "batch",
     [

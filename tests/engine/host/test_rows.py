@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotrow
 from builders import CASES, RULES, Outcome, build, outcome, readout, train
+from click_models import trainer_of
 from contracts import TOLERANCE, as_on_gpu, assert_like, hot, learning, on_a_gpu, on_device
 from hotrow.data import ClickBatch
 from hotrow.engine.host.link import RowColumns
@@ -412,14 +412,7 @@ def trained(strategy: str, *, compile: bool = False, device: str = "cuda") -> Fo
     )
     model = DLRM(embedding, 13, (64, 16), (64, 1), generator=torch.Generator().manual_seed(3))
     model.to(device)
-    trainer: hotrow.Trainer[ClickBatch] = hotrow.Trainer(
-        model,
-        F.binary_cross_entropy_with_logits,
-        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        ids=lambda batch: batch.sparse,
-        device=device,
-        compile=compile,
-    )
+    trainer = trainer_of(model, compile=compile)
     records = []
     for record in trainer.run(clicks()):
         records.append(record)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotrow
+from click_models import ClickModel, same_bits, trainer_of
 from hotrow.data import ClickBatch, SyntheticClicks, SyntheticConfig
 from hotrow.inputs.hotset import HotSet
 from hotrow.kernels.reference import in_bits
@@ -27,11 +28,9 @@ HELD_OUT = list(CLICKS.batches(100, 103))
 STRATEGIES = ["lookahead", "static", "all-fast"]
 
 
-class Model(nn.Module):
+class Model(ClickModel):
     def __init__(self, strategy: str = "all-fast", device: str = "cpu") -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = hotrow.EmbeddingBagCollection(
+        embedding = hotrow.EmbeddingBagCollection(
             [
                 hotrow.EmbeddingBagConfig("a", 60, 4, ["a"]),
                 hotrow.EmbeddingBagConfig("b", 20, 4, ["b"]),
@@ -42,32 +41,16 @@ class Model(nn.Module):
             device=device,
             seed=0,
         )
-        self.top = nn.Linear(11, 1)
-
-    def forward(self, batch: ClickBatch) -> Tensor:
-        vectors = self.embedding(batch.sparse).values()
-        logits: Tensor = self.top(torch.cat([batch.dense, vectors], dim=1)).squeeze(1)
-        return logits
+        super().__init__(embedding, num_dense=3)
 
     def rows(self) -> list[Tensor]:
-        return [torch.cat([chunk for _, chunk in self.embedding.rows(name)]) for name in "ab"]
-
-    def bits(self) -> list[Tensor]:
-        return [each.detach().cpu() for each in self.top.state_dict().values()] + self.rows()
+        return self.bits()[2:]
 
 
 def make_trainer(
-    system: Any = None, strategy: str = "all-fast", device: str = "cpu"
+    system: Any = None, strategy: str = "all-fast", device: str = "cpu", **options: Any
 ) -> Trainer[ClickBatch]:
-    model = Model(strategy, device).to(device)
-    return Trainer(
-        model,
-        F.binary_cross_entropy_with_logits,
-        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        ids=lambda batch: batch.sparse,
-        device=device,
-        system=system,
-    )
+    return trainer_of(Model(strategy, device), system, **options)
 
 
 def slipstream(
@@ -112,8 +95,7 @@ def frozen(trainer: Trainer[ClickBatch]) -> bool:
 
 
 def same(left: Trainer[ClickBatch], right: Trainer[ClickBatch]) -> bool:
-    pairs = zip(model_of(left).bits(), model_of(right).bits(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
+    return same_bits(model_of(left), model_of(right))
 
 
 # -- what is trained ---------------------------------------------------------------------------
@@ -446,16 +428,8 @@ def test_a_model_needs_one_collection() -> None:
 
 
 def test_ids_may_come_by_the_collections_name() -> None:
-    named, plain = make_trainer(slipstream()), make_trainer(slipstream())
-    model = model_of(named)
-    other = Trainer(
-        model,
-        F.binary_cross_entropy_with_logits,
-        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        ids=lambda batch: {"embedding": batch.sparse},
-        system=slipstream(),
-    )
-    assert run(other) == run(plain)
+    named = make_trainer(slipstream(), ids=lambda batch: {"embedding": batch.sparse})
+    assert run(named) == run(make_trainer(slipstream()))
 
 
 @pytest.mark.parametrize(

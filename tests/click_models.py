@@ -1,0 +1,50 @@
+"""A small model of clicks, and the trainer of it that most tests want."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hotrow
+from hotrow.data import ClickBatch
+
+
+class ClickModel(nn.Module):
+    """One layer on dense features and vectors."""
+
+    def __init__(self, embedding: hotrow.EmbeddingBagCollection, num_dense: int) -> None:
+        super().__init__()
+        self.embedding = embedding
+        width = sum(t.embedding_dim * len(t.feature_names) for t in embedding.tables)
+        torch.manual_seed(0)
+        self.top = nn.Linear(width + num_dense, 1).to(embedding.device)
+
+    def forward(self, batch: ClickBatch) -> Tensor:
+        vectors = self.embedding(batch.sparse).values()
+        logits: Tensor = self.top(torch.cat([batch.dense, vectors], dim=1)).squeeze(1)
+        return logits
+
+    def bits(self) -> list[Tensor]:
+        """All that training changes."""
+        dense = [each.detach().cpu() for each in self.top.state_dict().values()]
+        return dense + [
+            torch.cat([chunk.cpu() for _, chunk in self.embedding.rows(table.name)])
+            for table in self.embedding.tables
+        ]
+
+
+def trainer_of(model: Any, system: Any = None, **options: Any) -> hotrow.Trainer[Any]:
+    return hotrow.Trainer(
+        model,
+        F.binary_cross_entropy_with_logits,
+        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        **{"ids": lambda batch: batch.sparse, "device": model.embedding.device, **options},
+        system=system,
+    )
+
+
+def same_bits(left: ClickModel, right: ClickModel) -> bool:
+    return all(map(torch.equal, left.bits(), right.bits()))
