@@ -37,13 +37,10 @@ class ClickModel(nn.Module):
 
 
 def trainer_of(model: Any, system: Any = None, **options: Any) -> hotrow.Trainer[Any]:
-    return hotrow.Trainer(
-        model,
-        F.binary_cross_entropy_with_logits,
-        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        **{"ids": lambda batch: batch.sparse, "device": model.embedding.device, **options},
-        system=system,
-    )
+    options = {"loss_fn": F.binary_cross_entropy_with_logits, **options}
+    options = {"ids": lambda batch: batch.sparse, "device": model.embedding.device, **options}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return hotrow.Trainer(model, dense_optimizer=optimizer, system=system, **options)
 
 
 def same_bits(left: ClickModel, right: ClickModel) -> bool:

@@ -32,9 +32,12 @@ settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test that is `thinned(n)`, every n-th case is run; the others are slow."""
+    """Of a test that is `thinned(n)`, every n-th case is run; the others are slow. What needs a GPU
+    is skipped where there is none."""
     seen: Counter[str] = Counter()
     for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         mark = item.get_closest_marker("thinned")
         if mark is not None:
             name = item.nodeid.partition("[")[0]

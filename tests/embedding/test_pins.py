@@ -293,8 +293,6 @@ def test_every_row_can_be_pinned_where_each_has_a_slot() -> None:
 
 # -- on a device -------------------------------------------------------------------------
 
-GPU = [pytest.mark.gpu, pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")]
-
 
 @pytest.mark.parametrize(
     ("name", "rule", "steps"),
@@ -302,7 +300,11 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(DEVICE.type != "cuda", reason="needs 
         ("one-hot", "adam", 6),
         pytest.param("two-widths", "adagrad", 6, marks=SLOW),
         pytest.param("multi-hot", "row-wise", 6, marks=SLOW),
-        *(pytest.param(name, rule, STEPS, marks=GPU) for name in CASES for rule in RULES),
+        *(
+            pytest.param(name, rule, STEPS, marks=pytest.mark.gpu)
+            for name in CASES
+            for rule in RULES
+        ),
     ],
 )
 def test_pins_on_a_device_change_no_bit(name: str, rule: str, steps: int) -> None:

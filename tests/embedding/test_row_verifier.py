@@ -20,10 +20,6 @@ from hotrow.support.records import StepRecord
 
 Bag = hotrow.EmbeddingBagConfig
 TABLES = (Bag("item", 900, 8, ["item", "last"]), Bag("tag", 30, 4, ["tag"]))
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 def collection(strategy: str = "lookahead", **options: Any) -> hotrow.EmbeddingBagCollection:
@@ -80,12 +76,12 @@ def test_training_and_saving_raise_no_alarm(strategy: str, tmp_path: Path) -> No
 
 
 DEVICES = [
-    pytest.param("cuda", "lookahead", "bulk", marks=on_gpu),
-    pytest.param("cuda", "lookahead", "zero-copy", marks=on_gpu),
-    pytest.param("cuda", "lookahead", "staged", marks=on_gpu),
-    pytest.param("cuda", "scratchpipe", "auto", marks=on_gpu),
-    pytest.param("cuda", "hybrid", "auto", marks=on_gpu),
-    pytest.param("cuda", "all-fast", "auto", marks=on_gpu),
+    pytest.param("cuda", "lookahead", "bulk", marks=pytest.mark.gpu),
+    pytest.param("cuda", "lookahead", "zero-copy", marks=pytest.mark.gpu),
+    pytest.param("cuda", "lookahead", "staged", marks=pytest.mark.gpu),
+    pytest.param("cuda", "scratchpipe", "auto", marks=pytest.mark.gpu),
+    pytest.param("cuda", "hybrid", "auto", marks=pytest.mark.gpu),
+    pytest.param("cuda", "all-fast", "auto", marks=pytest.mark.gpu),
     pytest.param("cpu", "lookahead", "zero-copy", marks=pytest.mark.slow),
     pytest.param("cpu", "lookahead", "staged", marks=pytest.mark.slow),
     pytest.param("cpu", "all-fast", "auto", marks=pytest.mark.slow),

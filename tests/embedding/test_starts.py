@@ -89,12 +89,6 @@ INITS: dict[str, Any] = {
 BESIDE = [Table("before", 70, 3, ["x"]), Table("wide", 40, 5, ["y"]), Table("after", 9, 3, ["z"])]
 
 
-ON_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-
 @pytest.mark.parametrize("init", INITS)
 @pytest.mark.parametrize(
     ("strategy", "options"),
@@ -102,7 +96,7 @@ ON_GPU = [
         *((x, {}) for x in ("all-fast", "lookahead", "static", "hybrid", "static-hybrid", "cpu")),
         *((x, {"engine": gpu_rows}) for x in ("all-fast", "lookahead")),
         *(
-            pytest.param(x, {"device": "cuda"}, marks=ON_GPU)
+            pytest.param(x, {"device": "cuda"}, marks=pytest.mark.gpu)
             for x in ("all-fast", "lookahead", "hybrid")
         ),
     ],

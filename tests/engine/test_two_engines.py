@@ -351,7 +351,6 @@ def test_batches_of_one_shape_have_places_of_their_own_for_each_engine() -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 def test_captured_steps_of_two_engines_in_turn_give_the_bits_of_eager_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -387,7 +386,6 @@ def _noted(calls: list[int], function: Callable[..., Any]) -> Callable[..., Any]
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("rule", RULES)
 def test_engines_in_turn_on_a_gpu_train_like_all_fast(rule: str, name: str) -> None:

@@ -10,7 +10,7 @@ import sys
 import textwrap
 import weakref
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import contracts
 import hotrow
 from builders import (
     CASES,
-    Outcome,
     build,
     outcome,
     readout,
@@ -39,6 +39,7 @@ from hotrow.store.writer import Writer
 STEPS = 8
 ONE_HOT = CASES["one-hot"]
 VICTIMS = ("own", "random", "most-recent")
+all_fast = partial(contracts.all_fast, steps=STEPS, device="gpu")
 
 
 class Restless(Effort):
@@ -67,11 +68,6 @@ def tight(
     shares = [replace(share, slots=int(roomier * share.slots)) for share in budget.shares]
     options = {"budget": replace(budget, shares=tuple(shares)), "fill": fill, **by_gpu(**parts)}
     return build(CASES[case], rule, strategy, **options)
-
-
-@cache
-def all_fast(case: str, rule: str, steps: int = STEPS) -> Outcome:
-    return train(build(CASES[case], rule, **by_gpu()), CASES[case].batches(steps))
 
 
 # Every pair of a case, victims and a depth occurs.

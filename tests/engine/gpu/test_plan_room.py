@@ -136,16 +136,6 @@ def test_fewer_slots_give_the_bits_of_all_fast(shape: str) -> None:
     assert found.same_bits(all_fast(batches, **options))
 
 
-@pytest.mark.slow
-def test_rows_that_were_loaded_before_the_first_batch_stay() -> None:
-    weights = torch.arange(ROWS * float(DIM)).view(ROWS, DIM) / 1000
-    outcomes = []
-    for embedding in (build(), build(None, strategy="all-fast")):
-        embedding.load_weights("t0", 0, weights)
-        outcomes.append(train(embedding, dense(90)))
-    assert outcomes[0].same_bits(outcomes[1])
-
-
 def test_slots_are_allocated_once_with_the_first_batch() -> None:
     """Before, rows are read and replaced in the store, and memory says what there will be."""
     embedding, plain = build(), build(None, strategy="all-fast")

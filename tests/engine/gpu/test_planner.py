@@ -667,18 +667,6 @@ def test_as_many_rows_are_fetched_as_the_planner_on_the_host_would(order: str) -
     assert found == pytest.approx(misses_on_the_host(run), rel=0.02)
 
 
-@pytest.mark.slow
-def test_a_ranking_that_names_fewer_slots_than_it_could_still_serves_several_batches() -> None:
-    batches = some_batches(30, 30, rows=1200)
-    run = Run(
-        batches, slots=200, order="farthest-next-use", rows=1200, depth=6,
-        tuning=Tuning(spare_victims=64),
-    )  # fmt: skip
-    planner = run.planner()
-    assert all(step.outcome == words.PLANNED for step in steps(run, planner))
-    assert planner._rankings <= len(batches) // 3
-
-
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize("refetch", [False, True])
 @pytest.mark.parametrize("room", [1, 4, 5])

@@ -14,13 +14,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import contracts
 import hotrow
 from builders import CASES, Late, LateJob, Outcome, build, shuffled, tight_budget, train, variant
 from contracts import DEVICE, by_gpu
@@ -59,9 +59,8 @@ def tight(
     return build(ONE_HOT, rule, strategy, **options)
 
 
-@cache
 def all_fast(rule: str = "adagrad", steps: int = STEPS) -> Outcome:
-    return train(build(ONE_HOT, rule, **by_gpu()), ONE_HOT.batches(steps))
+    return contracts.all_fast("one-hot", rule, steps, "gpu")
 
 
 # -- the same bits -----------------------------------------------------------------------

@@ -8,7 +8,6 @@ are, too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ import hotrow
 from builders import CASES, RULES, Case, Outcome, build, outcome, readout, train
 from contracts import (
     TOLERANCE,
+    all_fast,
     as_on_gpu,
     assert_like,
     hot,
@@ -36,11 +36,6 @@ FORMS = ["rows", "bags"]
 STEPS = 4  # Triton's interpreter is slow
 Table = hotrow.EmbeddingBagConfig
 each_rule = pytest.mark.parametrize("rule", RULES)
-
-
-@cache
-def all_fast(case: str, rule: str, steps: int, device: str = "cpu") -> Outcome:
-    return train(build(CASES[case], rule, device=device), CASES[case].batches(steps))
 
 
 def by_kernels(

@@ -579,7 +579,6 @@ def test_on_a_device_rows_are_those_of_all_fast_in_the_same_order(cold: Any) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 @pytest.mark.parametrize("cold", ["fetched", "hybrid"])
 @pytest.mark.parametrize("rule", RULES)
 def test_on_a_gpu_captured_steps_give_the_bits_of_eager_ones(rule: str, cold: Any) -> None:

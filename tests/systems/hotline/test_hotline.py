@@ -27,7 +27,6 @@ import hotrow.embedding.step
 import hotrow.training.captured
 from builders import RULES, no_synchronisation
 from compiling import note_compiled
-from contracts import on_a_gpu
 from hotrow.engine.capture import NoBoundary
 from hotrow.engine.mover import CopyMover
 from hotrow.engine.split_batch import Split
@@ -800,7 +799,7 @@ def graphs_in(trainer: Trainer[Item]) -> list[Any]:
     return [graph for berth in berths for graph in berth.graphs.values()]
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("rule", RULES)
 def test_graphs_of_two_phases_give_the_bits_of_eager_steps(rule: str) -> None:
     batches = [samples.pinned(each) for each in batches_of(80, last=7)]
@@ -815,7 +814,7 @@ def test_graphs_of_two_phases_give_the_bits_of_eager_steps(rule: str) -> None:
     assert_alike(found[1:], expected[1:])
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("drifts", [False, True], ids=["jagged", "drifting"])
 def test_batches_on_a_gpu_give_the_results_of_whole_ones(drifts: bool) -> None:
     batches, system = jagged_batches(30, weighted=True), hotline()
@@ -839,7 +838,7 @@ def steady_batches(count: int) -> list[Item]:
     return found
 
 
-@on_a_gpu
+@pytest.mark.gpu
 def test_the_host_never_waits_in_the_steady_state() -> None:
     model = Model("static", budget=budget_of("one-width", (60,)), device="cuda")
     system = hotline(grain=4, window=1 << 20)
@@ -961,7 +960,7 @@ def test_a_model_that_looks_at_each_sample_by_itself_is_split(name: str) -> None
     assert system.record.split_batches > 0
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", [*MIXING, *BY_SAMPLE])
 def test_models_on_a_gpu_are_tried(name: str) -> None:
     between = (MIXING | BY_SAMPLE)[name]
