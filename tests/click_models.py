@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,24 @@ class ClickModel(nn.Module):
             torch.cat([chunk.cpu() for _, chunk in self.embedding.rows(table.name)])
             for table in self.embedding.tables
         ]
+
+
+def click_batches(
+    count: int, rows: Sequence[int], *, size: int, num_dense: int = 3, last: int | None = None
+) -> list[ClickBatch]:
+    """Skewed ids of each feature; `last` is the size of the last one."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for mine in [size] * (count - 1) + [size if last is None else last]:
+        columns = [(torch.rand(mine, generator=generator) ** 3 * each).long() for each in rows]
+        found.append(
+            ClickBatch(
+                dense=torch.rand(mine, num_dense, generator=generator),
+                sparse=torch.stack(columns, dim=1),
+                label=torch.randint(0, 2, (mine,), generator=generator).float(),
+            )
+        )
+    return found
 
 
 def trainer_of(model: Any, system: Any = None, **options: Any) -> hotrow.Trainer[Any]:

@@ -251,7 +251,7 @@ SLOW = pytest.mark.slow  # Triton's interpreter
         ),
         pytest.param("one-hot", "learned", 0, ON_DEVICE, marks=SLOW),
         pytest.param("two-widths", "profile", 0, ON_DEVICE, marks=SLOW),
-        ("one-hot", "given", 0, ON_DEVICE),
+        pytest.param("one-hot", "given", 0, ON_DEVICE, marks=SLOW),
     ],
 )
 def test_with_a_slot_for_every_row_none_leaves(

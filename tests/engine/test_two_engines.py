@@ -27,7 +27,7 @@ from builders import (
     outcome,
     readout,
 )
-from click_models import ClickModel, trainer_of
+from click_models import ClickModel, click_batches, trainer_of
 from contracts import DEVICE, assert_like, by_gpu
 from hotrow.data import ClickBatch
 from hotrow.engine.host.rows import HostRows
@@ -312,21 +312,7 @@ class InTurn:
             yield batches[first : first + 6]
 
 
-def click_batches(count: int) -> list[ClickBatch]:
-    generator = torch.Generator().manual_seed(1)
-    found = []
-    for _ in range(count):
-        columns = [
-            (torch.rand(32, generator=generator) ** 3 * rows).long() for rows in (3000, 3000, 500)
-        ]
-        found.append(
-            ClickBatch(
-                dense=torch.rand(32, 3, generator=generator),
-                sparse=torch.stack(columns, dim=1),
-                label=torch.randint(0, 2, (32,), generator=generator).float(),
-            )
-        )
-    return found
+SIZES = (3000, 3000, 500)  # rows of the features
 
 
 def clicked(strategy: str, batches: list[ClickBatch], **options: Any) -> tuple[list[float], Any]:
@@ -339,7 +325,7 @@ def clicked(strategy: str, batches: list[ClickBatch], **options: Any) -> tuple[l
 
 def test_batches_of_one_shape_have_places_of_their_own_for_each_engine() -> None:
     model = clicked_model("static")
-    (batch,) = click_batches(1)
+    (batch,) = click_batches(1, SIZES, size=32)
     keys = []
     for change in (model.embedding.train_in_slots, model.embedding.train_on_host):
         change()
@@ -362,7 +348,7 @@ def test_captured_steps_of_two_engines_in_turn_give_the_bits_of_eager_ones(
     )
     monkeypatch.setattr(captured_module._Graph, "replay", _noted(replays, replay))
     monkeypatch.setattr(captured_module.CapturedStep, "_capture", _noted(captures, capture))
-    batches = click_batches(60)
+    batches = click_batches(60, SIZES, size=32)
     eager = clicked("static", batches, system=InTurn(), graphs=False)
     assert not replays
     captured = clicked("static", batches, system=InTurn())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ import hotrow.engine.host.hot
 import hotrow.engine.host.planning
 import hotrow.engine.host.rows
 import hotrow.training.captured
+from click_models import click_batches
 from hotrow.data import ClickBatch
 from hotrow.engine.host.rows import host_rows_engine
 from hotrow.engine.tuning import Tuning
@@ -64,19 +65,8 @@ class Model(nn.Module):
         return logits
 
 
-def batches() -> Iterator[ClickBatch]:
-    """The last is short."""
-    generator = torch.Generator().manual_seed(1)
-    for step in range(STEPS):
-        size = SIZE // 3 if step == STEPS - 1 else SIZE
-        columns = [
-            (torch.rand(size, generator=generator) ** 3 * rows).long() for rows in (300, 50, 300)
-        ]
-        yield ClickBatch(
-            dense=torch.rand(size, 3, generator=generator),
-            sparse=torch.stack([columns[0], columns[2], columns[1]], dim=1),
-            label=torch.randint(0, 2, (size,), generator=generator).float(),
-        )
+def batches() -> list[ClickBatch]:
+    return click_batches(STEPS, (300, 300, 50), size=SIZE, last=SIZE // 3)
 
 
 class StandIn:

@@ -6,7 +6,7 @@ it is so to the bit; there, rows "cross" by way of the GPU's kernels in Triton's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import hotrow
 from builders import CASES, RULES, Outcome, build, outcome, readout, train
-from click_models import trainer_of
+from click_models import click_batches, trainer_of
 from contracts import TOLERANCE, all_fast, as_on_gpu, assert_like, hot, learning, on_device
 from hotrow.data import ClickBatch
 from hotrow.engine.host.link import RowColumns
@@ -385,15 +385,8 @@ ROWS = (5000, 300, 20000, 40)
 Found = tuple[list[float], dict[str, Tensor]]
 
 
-def clicks(steps: int = 30, size: int = 256) -> Iterator[ClickBatch]:
-    generator = torch.Generator().manual_seed(7)
-    for _ in range(steps):
-        ids = [(torch.rand(size, generator=generator) ** 4 * rows).long() for rows in ROWS]
-        yield ClickBatch(
-            dense=torch.rand(size, 13, generator=generator),
-            sparse=torch.stack(ids, dim=1),
-            label=torch.randint(0, 2, (size,), generator=generator).float(),
-        )
+def clicks(steps: int = 30) -> list[ClickBatch]:
+    return click_batches(steps, ROWS, size=256, num_dense=13)
 
 
 def trained(strategy: str, *, compile: bool = False, device: str = "cuda") -> Found:
@@ -412,7 +405,7 @@ def trained(strategy: str, *, compile: bool = False, device: str = "cuda") -> Fo
     for record in trainer.run(clicks()):
         records.append(record)
         if record.step % 10 == 0:
-            trainer.evaluate(list(clicks(2)))
+            trainer.evaluate(clicks(2))
     values = {key: value.cpu() for key, value in model.state_dict().items()}
     return [record.loss for record in records], values
 

@@ -564,6 +564,7 @@ def test_an_id_that_no_table_has_is_named() -> None:
 # -- on a device -------------------------------------------------------------------------
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("cold", ["fetched", "hybrid"])
 @pytest.mark.usefixtures("device_rows")
 def test_on_a_device_rows_are_those_of_all_fast_in_the_same_order(cold: Any) -> None:
