@@ -220,7 +220,7 @@ def test_memory_is_given_back_after_a_trainer() -> None:
     embedding = tight("one-hot", "adagrad", writer=Writer(1))  # one that no other test holds
     trainer = score_trainer(embedding)
     assert len(list(trainer.run(ONE_HOT.batches(STEPS)))) == STEPS
-    trainer.evaluate(ONE_HOT.batches(2))
+    trainer.mean_loss(ONE_HOT.batches(2))
     del trainer
     (group,) = embedding.groups
     back = group.mover.back
