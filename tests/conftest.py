@@ -1,6 +1,7 @@
 """What every test shares: Triton's interpreter where there is no GPU, one thread per worker, a
 fixed seed, and poisoned new memory."""
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -31,15 +32,24 @@ settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test that is `thinned(n)`, every n-th case is run; the others are slow."""
+    """Of a test that is `thinned(n)`, every n-th case is run; the others are slow. What needs a GPU
+    is skipped where there is none."""
     seen: Counter[str] = Counter()
     for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         mark = item.get_closest_marker("thinned")
         if mark is not None:
             name = item.nodeid.partition("[")[0]
             if seen[name] % mark.args[0]:
                 item.add_marker(pytest.mark.slow)
             seen[name] += 1
+
+
+def pytest_collection_finish() -> None:
+    """What every test finds is no garbage: tests that collect garbage need not look through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

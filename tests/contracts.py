@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import hotrow
-from builders import CASES, Case, Late, Outcome, build, tight_budget, variant
+from builders import CASES, Case, Late, Outcome, build, tight_budget, train, variant
 from hotrow.engine.evict import EVICTIONS
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.host.hot import HotRows
@@ -37,12 +37,6 @@ def on_device(batches: Sequence[Any], device: torch.device = DEVICE) -> list[Any
     return [to_device(batch, device) for batch in batches]
 
 
-def on_a_gpu(test: Callable[..., None]) -> Any:
-    """Mark a test that needs a GPU."""
-    missing = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-    return pytest.mark.gpu(missing(test))
-
-
 def by_gpu(**parts: Any) -> dict[str, Any]:
     """Options of a collection whose engine is the GPU's, with other parts than usual."""
     return {"device": DEVICE, "engine": partial(gpu_rows, **parts)}
@@ -57,6 +51,13 @@ def assert_like(found: Outcome, expected: Outcome) -> None:
     found, expected = on_host(found), on_host(expected)
     for name in ("losses", "weights", "state"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), **TOLERANCE)
+
+
+@cache
+def all_fast(case: str, rule: str, steps: int, device: str = "cpu") -> Outcome:
+    """What training gives with every row in fast memory; `device` "gpu": by the GPU's engine."""
+    options = by_gpu() if device == "gpu" else {"device": device}
+    return train(build(CASES[case], rule, **options), CASES[case].batches(steps))
 
 
 class LateWriter:
@@ -271,13 +272,15 @@ _turns = itertools.count()
 
 
 def engines(*names: str) -> list[Any]:
-    """Engines as parameters. Of those that the interpreter runs, one of a GPU and one of the host
-    are not slow: they take turns."""
+    """Engines as parameters. Of those that the interpreter runs, one is not slow: one of a GPU and
+    one of the host take turns, and so do the engines of each."""
     names, turn = names or tuple(ENGINES), next(_turns)
     slow = [name for name in names if ENGINES[name].interpreted]
-    for family in (GPU, HOST):
-        members = [name for name in slow if name in family]
-        slow = [name for name in slow if name != members[turn % len(members)]] if members else slow
+    families = [[name for name in slow if name in family] for family in (GPU, HOST)]
+    families = [each for each in families if each]
+    if families:
+        members = families[turn % len(families)]
+        slow.remove(members[turn // len(families) % len(members)])
     return [
         pytest.param(ENGINES[name], id=name, marks=[pytest.mark.slow] if name in slow else [])
         for name in names

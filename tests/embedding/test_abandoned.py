@@ -352,12 +352,3 @@ def test_a_second_loop_over_an_iterator_that_lost_batches_warns(embedding: Any) 
         for batch in hotrow.ahead(source, embedding, depth=0):
             assert int(batch[0, 0]) == wanted
             break
-
-
-def test_eval_in_another_thread_does_not_warn_the_one_that_trains(embedding: Any) -> None:
-    model = torch.nn.ModuleDict({"embedding": embedding})
-    for number, batch in enumerate(hotrow.ahead(batches(8), model)):
-        if number == 0:
-            assert in_thread(model.eval) is None
-        assert not model.training or number == 0
-        step(embedding, batch)  # a warning would be an error

@@ -63,7 +63,7 @@ def assert_nothing_is_lost(cut_off: Callable[[Any], None], engine: Any = gpu_row
     shares = (hotrow.Share(12, 16, True), hotrow.Share(12, 16, True))
     budget = hotrow.Budget(shares, window_bytes=1 << 12)
     losses, rows = trained(cut_off, strategy="all-fast", engine=engine)
-    for strategy in ("lru", "lookahead"):
+    for strategy in ("lookahead",) if engine is gpu_rows else ("lru", "lookahead"):
         found, found_rows = trained(cut_off, strategy=strategy, budget=budget, engine=engine)
         assert found == losses
         assert all(map(torch.equal, found_rows, rows))

@@ -163,7 +163,6 @@ def test_a_program_with_the_device_engine(seed: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("seed", ON_A_DEVICE)
 def test_a_program_on_a_gpu(seed: int) -> None:
     check(for_device(draw(seed, DEVICE_INGREDIENTS)), "cuda")

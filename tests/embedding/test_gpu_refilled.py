@@ -17,10 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import hotrow
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 ROWS, SIZE, STEPS = 20_000, 512, 200
 TABLES = [

@@ -22,7 +22,7 @@ def run(embedding: hotrow.EmbeddingBagCollection, loader: Any) -> Any:
     return outcome(embedding, losses)
 
 
-@pytest.mark.parametrize("workers", ["none", "fork", "spawn"])
+@pytest.mark.parametrize("workers", ["none", "fork", pytest.param("spawn", marks=pytest.mark.slow)])
 # Python warns of forks beside threads; a loader that forks is what this is about.
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_data_loader_gives_the_same_bits_with_any_workers(workers: str) -> None:

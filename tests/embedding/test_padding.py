@@ -20,10 +20,6 @@ from hotrow.inputs.hotset import popular
 from hotrow.inputs.tree import to_device
 from hotrow.run import serve_template as _served
 
-NEEDS_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 Table = hotrow.EmbeddingBagConfig
 ROWS, DIM, PADDING = 40, 4, 3
 # Two tables of one width, each with a padding row of its own, and one without.
@@ -313,7 +309,10 @@ def dense_of(ids: Tensor) -> dict[str, Tensor]:
 # -- a GPU's engine ----------------------------------------------------------------------
 
 
-DEVICES = [pytest.param("cpu", id="interpreted"), pytest.param("cuda", id="gpu", marks=NEEDS_GPU)]
+DEVICES = [
+    pytest.param("cpu", id="interpreted"),
+    pytest.param("cuda", id="gpu", marks=pytest.mark.gpu),
+]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -352,7 +351,6 @@ def test_rows_that_cross_the_link(way: str, device: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("slots", [0, 60])
 @pytest.mark.parametrize("rule", ["adam", "sgd"])
 def test_captured_steps_read_it_and_leave_it_alone(rule: str, slots: int) -> None:

@@ -251,7 +251,7 @@ SLOW = pytest.mark.slow  # Triton's interpreter
         ),
         pytest.param("one-hot", "learned", 0, ON_DEVICE, marks=SLOW),
         pytest.param("two-widths", "profile", 0, ON_DEVICE, marks=SLOW),
-        ("one-hot", "given", 0, ON_DEVICE),
+        pytest.param("one-hot", "given", 0, ON_DEVICE, marks=SLOW),
     ],
 )
 def test_with_a_slot_for_every_row_none_leaves(
@@ -293,8 +293,6 @@ def test_every_row_can_be_pinned_where_each_has_a_slot() -> None:
 
 # -- on a device -------------------------------------------------------------------------
 
-GPU = [pytest.mark.gpu, pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")]
-
 
 @pytest.mark.parametrize(
     ("name", "rule", "steps"),
@@ -302,7 +300,11 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(DEVICE.type != "cuda", reason="needs 
         ("one-hot", "adam", 6),
         pytest.param("two-widths", "adagrad", 6, marks=SLOW),
         pytest.param("multi-hot", "row-wise", 6, marks=SLOW),
-        *(pytest.param(name, rule, STEPS, marks=GPU) for name in CASES for rule in RULES),
+        *(
+            pytest.param(name, rule, STEPS, marks=pytest.mark.gpu)
+            for name in CASES
+            for rule in RULES
+        ),
     ],
 )
 def test_pins_on_a_device_change_no_bit(name: str, rule: str, steps: int) -> None:

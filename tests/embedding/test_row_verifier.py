@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
 import hotrow
+from commands import SMALL
+from commands import hotrow as command
 from hotrow.checkpoint.folder import latest_in, saved_in
-from hotrow.cli import make_app
 from hotrow.embedding.row_verifier import CorruptRows, RowVerifier
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.run.files import RunWriter
@@ -20,10 +20,6 @@ from hotrow.support.records import StepRecord
 
 Bag = hotrow.EmbeddingBagConfig
 TABLES = (Bag("item", 900, 8, ["item", "last"]), Bag("tag", 30, 4, ["tag"]))
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 def collection(strategy: str = "lookahead", **options: Any) -> hotrow.EmbeddingBagCollection:
@@ -80,12 +76,12 @@ def test_training_and_saving_raise_no_alarm(strategy: str, tmp_path: Path) -> No
 
 
 DEVICES = [
-    pytest.param("cuda", "lookahead", "bulk", marks=on_gpu),
-    pytest.param("cuda", "lookahead", "zero-copy", marks=on_gpu),
-    pytest.param("cuda", "lookahead", "staged", marks=on_gpu),
-    pytest.param("cuda", "scratchpipe", "auto", marks=on_gpu),
-    pytest.param("cuda", "hybrid", "auto", marks=on_gpu),
-    pytest.param("cuda", "all-fast", "auto", marks=on_gpu),
+    pytest.param("cuda", "lookahead", "bulk", marks=pytest.mark.gpu),
+    pytest.param("cuda", "lookahead", "zero-copy", marks=pytest.mark.gpu),
+    pytest.param("cuda", "lookahead", "staged", marks=pytest.mark.gpu),
+    pytest.param("cuda", "scratchpipe", "auto", marks=pytest.mark.gpu),
+    pytest.param("cuda", "hybrid", "auto", marks=pytest.mark.gpu),
+    pytest.param("cuda", "all-fast", "auto", marks=pytest.mark.gpu),
     pytest.param("cpu", "lookahead", "zero-copy", marks=pytest.mark.slow),
     pytest.param("cpu", "lookahead", "staged", marks=pytest.mark.slow),
     pytest.param("cpu", "all-fast", "auto", marks=pytest.mark.slow),
@@ -163,31 +159,20 @@ def test_a_map_that_is_wrong_is_found() -> None:
         verifier.verify(9)
 
 
-RUN = """
-[run]
-name = "small"
-[data]
-rows = [400, 60, 5]
-batch_size = 16
-samples = 320
-eval_batches = 4
-[model]
-embedding_dim = 4
-bottom = [8]
-top = [8]
-[embedding]
-budget = "60%"
+RUN = (
+    SMALL.replace("160", "320")
+    + """
 [training]
 verify_every = 4
 [checkpoint]
 every_steps = 3
 keep = 9
 """
+)
 
 
-def run(*settings: str) -> Result:
-    given = [word for each in settings for word in ("--set", each)]
-    return CliRunner().invoke(make_app(), ["train", "run.toml", *given])
+def run(*settings: str) -> Any:
+    return command("train", "run.toml", *(w for each in settings for w in ("--set", each)))
 
 
 @pytest.mark.filterwarnings("ignore:no threshold in")

@@ -8,9 +8,8 @@ from __future__ import annotations
 import itertools
 import signal
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hotrow
+import loops
 from builders import (
     CASES,
     Case,
@@ -52,108 +52,15 @@ def tight(
 # -- loops that train like torch ---------------------------------------------------------
 
 
-@dataclass
-class Training:
-    """What a loop trains with: a collection, or plain tables with a step of their own."""
-
-    look_up: Callable[[Any], hotrow.Embedded]
-    batches: Iterator[Any]
-    end: Callable[[], None] = lambda: None
-    joined: Callable[[], AbstractContextManager[None]] = nullcontext
-
-
-def one_loss_of_two_batches(run: Training) -> Iterator[Tensor]:
-    for first in run.batches:
-        second = next(run.batches)
-        loss = readout(run.look_up(first)) + readout(run.look_up(second), scale=0.5)
-        loss.backward()
-        run.end()
-        yield loss
-
-
-def product_of_two_batches(run: Training) -> Iterator[Tensor]:
-    for first in run.batches:
-        loss = (readout(run.look_up(first)) * readout(run.look_up(next(run.batches)))).tanh()
-        loss.backward()
-        run.end()
-        yield loss
-
-
-def batches_pulled_together(run: Training) -> Iterator[Tensor]:
-    for group in iter(lambda: list(itertools.islice(run.batches, 5)), []):
-        for batch in reversed(group):
-            loss = readout(run.look_up(batch))
-            loss.backward()
-            run.end()
-            yield loss
-
-
-def accumulated(run: Training) -> Iterator[Tensor]:
-    for first in run.batches:
-        with run.joined():
-            for batch in (first, *itertools.islice(run.batches, 2)):
-                loss = readout(run.look_up(batch))
-                loss.backward()
-                yield loss
-        run.end()
-
-
-def some_without_backward(run: Training) -> Iterator[Tensor]:
-    unused = []
-    for place, batch in enumerate(run.batches):
-        loss = readout(run.look_up(batch))
-        unused.append(run.look_up(batch))
-        if place % 3:
-            loss.backward()
-            run.end()
-        yield loss
-
-
-def checkpointed(run: Training, reentrant: bool = False) -> Iterator[Tensor]:
-    for batch in run.batches:
-        slope = torch.ones((), requires_grad=True)  # a reentrant checkpoint wants such an input
-
-        def part(scale: Tensor, batch: Any = batch) -> Tensor:
-            return readout(run.look_up(batch)) * scale
-
-        parts = [checkpoint(part, slope * scale, use_reentrant=reentrant) for scale in (1, 0.5)]
-        loss: Tensor = sum(parts)  # type: ignore[arg-type, assignment]
-        loss.backward()
-        run.end()
-        yield loss
-
-
-def checkpointed_reentrantly(run: Training) -> Iterator[Tensor]:
-    return checkpointed(run, reentrant=True)
-
-
-def learned_weights(run: Training) -> Iterator[Tensor]:
-    """Weights of samples get their gradient from rows before the update."""
-    scale = torch.tensor(1.5, requires_grad=True)
-    for batch in run.batches:
-        weighted = hotrow.KeyedJaggedTensor(
-            batch.keys(), batch.values(), offsets=batch.offsets(),
-            weights=batch.weights_or_none() * scale,
-        )  # fmt: skip
-        loss = readout(run.look_up(weighted))
-        loss.backward()
-        run.end()
-        assert scale.grad is not None
-        yield loss
-        yield scale.grad.clone()
-        scale.grad = None
-
-
 # Each with the number of steps that it makes.
 LOOPS: dict[Any, int] = {
-    one_loss_of_two_batches: STEPS // 2,
-    product_of_two_batches: STEPS // 2,
-    batches_pulled_together: STEPS,
-    accumulated: STEPS // 3,
-    some_without_backward: STEPS * 2 // 3,
-    checkpointed: STEPS,
-    checkpointed_reentrantly: STEPS,
-    learned_weights: STEPS,
+    loops.one_loss_of_two_batches: STEPS // 2,
+    loops.product_of_two_batches: STEPS // 2,
+    loops.batches_pulled_together: STEPS,
+    loops.accumulated: STEPS // 3,
+    loops.some_without_backward: STEPS * 2 // 3,
+    loops.checkpointed: STEPS,
+    loops.learned_weights: STEPS,
 }
 
 
@@ -164,10 +71,9 @@ def test_a_loop_trains_like_torch(loop: Any) -> None:
     embedding = build(CASE, "adagrad")
     plain = PlainTables(embedding)
     rows = PlainRows(plain, embedding.optimizer.rule)
-    run = Training(embedding, iter(hotrow.ahead(batches, embedding)), joined=embedding.accumulate)
-    found = [loss.detach() for loss in loop(run)]
+    found = loops.of_collection(loop)(embedding, batches)
     assert embedding.optimizer.steps[0] == LOOPS[loop]
-    expected = [loss.detach() for loss in loop(Training(plain, iter(batches), rows.step))]
+    expected = [loss.detach() for loss in loop(loops.Training(plain, iter(batches), rows.step))]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert_close(embedding, plain)
 

@@ -89,12 +89,6 @@ INITS: dict[str, Any] = {
 BESIDE = [Table("before", 70, 3, ["x"]), Table("wide", 40, 5, ["y"]), Table("after", 9, 3, ["z"])]
 
 
-ON_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-
 @pytest.mark.parametrize("init", INITS)
 @pytest.mark.parametrize(
     ("strategy", "options"),
@@ -102,7 +96,7 @@ ON_GPU = [
         *((x, {}) for x in ("all-fast", "lookahead", "static", "hybrid", "static-hybrid", "cpu")),
         *((x, {"engine": gpu_rows}) for x in ("all-fast", "lookahead")),
         *(
-            pytest.param(x, {"device": "cuda"}, marks=ON_GPU)
+            pytest.param(x, {"device": "cuda"}, marks=pytest.mark.gpu)
             for x in ("all-fast", "lookahead", "hybrid")
         ),
     ],
@@ -168,26 +162,3 @@ NORMAL = [
     [-0.8626120090484619, 0.15609827637672424],
     [-2.1954307556152344, 0.9027842879295349],
 ]
-
-
-# -- rows that are made in their slots ---------------------------------------------------
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
-def test_rows_made_in_their_slots_are_those_of_the_store(device: str) -> None:
-    """Each table has its own words, and counts its own rows."""
-    sizes = (70, 1, 33, 90)
-    tables = [
-        Table(f"t{i}", rows, 5, [f"f{i}"], init=Uniform(-1.0, 2.0), padding_idx=0 if i else None)
-        for i, rows in enumerate(sizes)
-    ]
-    budget = hotrow.Budget((hotrow.Share(60, 32, False),), window_bytes=1 << 12)
-    options: dict[str, Any] = {"seed": 4, "device": device, "engine": gpu_rows}
-    slots = collection(*tables, strategy="lookahead", budget=budget, **options)
-    expected = collection(*tables, **options)
-    assert slots.groups[0].memory.host.unwritten is not None
-    slots.groups[0].store.rows.fill_(torch.nan)  # so that reading the store would show
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(6):
-        ids = (torch.rand(5, 4, generator=generator) * torch.tensor(sizes)).long().to(device)
-        assert torch.equal(slots(ids).values(), expected(ids).values())

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import hotrow
-from builders import ENGINES, RULES, build_on
+from builders import ENGINES, RULES, PlainTables, build_on
 from hotrow.inputs.tree import to_device
 
 Table = hotrow.EmbeddingBagConfig
@@ -50,41 +50,9 @@ def loss_of(vectors: Any, names: Sequence[str] = USED) -> Tensor:
     return total
 
 
-class Plain:
-    """nn.EmbeddingBag with sparse gradients for each table, and torch's optimizers."""
-
-    def __init__(self, embedding: hotrow.EmbeddingBagCollection, optimizer: Any) -> None:
-        self.bags = nn.ModuleDict()
-        self.tables = embedding.tables
-        for table in self.tables:
-            weights = embedding.state_dict()[f"embedding_bags.{table.name}.weight"]
-            self.bags[table.name] = nn.EmbeddingBag.from_pretrained(
-                weights.clone(), freeze=False, mode="sum", sparse=True
-            )
-        self.optimizer = optimizer(self.bags.parameters())
-
-    def __call__(self, batch: Any) -> dict[str, Tensor]:
-        parts: dict[str, Any] = {}
-        if isinstance(batch, Tensor):
-            pairs = zip(FEATURES, batch.t(), strict=True)
-            parts = {name: (column[:, None], None, None) for name, column in pairs}
-        else:
-            for place, name in enumerate(FEATURES):
-                offsets = batch.offsets()[place * SIZE : (place + 1) * SIZE + 1]
-                here = slice(int(offsets[0]), int(offsets[-1]))
-                weights = batch.weights_or_none()[here]
-                parts[name] = (batch.values()[here], (offsets - offsets[0])[:-1], weights)
-        table_of = {name: table.name for table in self.tables for name in table.feature_names}
-        return {name: self.bags[table_of[name]](*each) for name, each in parts.items()}
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-def assert_like(embedding: hotrow.EmbeddingBagCollection, plain: Plain) -> None:
+def assert_like(embedding: hotrow.EmbeddingBagCollection, plain: PlainTables) -> None:
     for key, weight in embedding.state_dict().items():
-        twin = plain.bags[key.split(".")[1]].weight.detach()
+        twin = plain.weight[key.split(".")[1]].detach()
         torch.testing.assert_close(weight, twin, rtol=1e-5, atol=1e-6)
 
 
@@ -100,7 +68,8 @@ RULE = {
 @pytest.mark.parametrize("engine", ENGINES)
 def test_rows_state_and_steps_are_those_of_torch_modules(engine: str, rule: str, kind: Any) -> None:
     embedding = build_on(engine, TABLES, RULE[rule][0])
-    plain = Plain(embedding, RULE[rule][1])
+    plain = PlainTables(embedding)
+    optimizer = RULE[rule][1](plain.parameters())
     every = batches(kind)
     # Which features are used changes: a table that was not counts fewer steps.
     uses = [USED, USED, ("g",), FEATURES]
@@ -108,11 +77,12 @@ def test_rows_state_and_steps_are_those_of_torch_modules(engine: str, rule: str,
         loss_of(embedding(batch), names).backward()
     for batch, names in zip(every, uses, strict=True):
         loss_of(plain(batch), names).backward()
-        plain.step()
+        optimizer.step()
+        optimizer.zero_grad()
     assert_like(embedding, plain)
     assert embedding.optimizer.steps == [4, 3, 1]
     for name, state in embedding.optimizer.state_dict()["state"].items():
-        found = plain.optimizer.state[plain.bags[name].weight]
+        found = optimizer.state[plain.weight[name]]
         assert state["step"] == int(found["step"]) or rule == "adagrad"
         for key in state.keys() - {"step"}:
             torch.testing.assert_close(state[key], found[key], rtol=1e-5, atol=1e-6)
@@ -187,7 +157,8 @@ def test_values_use_every_table() -> None:
 @pytest.mark.parametrize("engine", ["all-fast", "lookahead", "hybrid", "static-hybrid", "device"])
 def test_accumulated_passes_may_use_different_features(engine: str) -> None:
     embedding = build_on(engine, TABLES, RULE["adam"][0])
-    plain = Plain(embedding, RULE["adam"][1])
+    plain = PlainTables(embedding)
+    optimizer = RULE["adam"][1](plain.parameters())
     first, second = batches(count=2)
     for _ in range(2):
         with embedding.accumulate():
@@ -195,6 +166,7 @@ def test_accumulated_passes_may_use_different_features(engine: str) -> None:
             loss_of(embedding(to_device(second, embedding.device)), ("g",)).backward()
         loss_of(plain(first), ("f",)).backward()
         loss_of(plain(second), ("g",)).backward()
-        plain.step()
+        optimizer.step()
+        optimizer.zero_grad()
     assert_like(embedding, plain)
     assert embedding.optimizer.steps == [2, 0, 0]

@@ -249,17 +249,12 @@ def check(run: Run, step: Step, balance: int) -> int:
     return balance
 
 
+REFETCHING = runs(refetch=True, holds=[Hold(0, 0), Hold(1, 0), Hold(3, 0)])
+
+
 @settings(few, max_examples=120)
-@given(runs(pins=True))
+@given(runs(pins=True) | REFETCHING)
 def test_every_plan_keeps_its_promises(run: Run) -> None:
-    balance = 0
-    for step in play(run):
-        balance = check(run, step, balance)
-
-
-@few
-@given(runs(refetch=True, holds=[Hold(0, 0), Hold(1, 0), Hold(3, 0)]))
-def test_with_refetch_all_rows_enter_anew_but_those_held(run: Run) -> None:
     balance = 0
     for step in play(run):
         balance = check(run, step, balance)
@@ -507,18 +502,13 @@ def test_renumbering_changes_no_decision(run: Run) -> None:
     assert decisions(soon) == decisions(run)
 
 
-def test_renumbering_happens_and_keeps_numbers_small() -> None:
-    run = Run([[n % ROWS] for n in range(50)], slots=5, hold=Hold(1, 0), order="least-recent")
-    numbers = [step.planner.number for step in play(replace(run, last_number=10))]
-    assert max(numbers) <= 10
-
-
-def test_renumbering_keeps_pins() -> None:
+def test_renumbering_happens_and_keeps_numbers_small_and_pins() -> None:
     run = Run(
         [[n % ROWS] for n in range(50)], slots=8, hold=Hold(1, 0), order="least-recent",
         last_number=10, hot=Pins(0.5, lambda count: torch.arange(30, 30 + count)),
     )  # fmt: skip
     for step in play(run):
+        assert step.planner.number <= 10
         step.planner.check()
     assert step.pinned == {30, 31, 32, 33}
 
@@ -563,32 +553,21 @@ def ids_of(*rows: int) -> SortedIds:
     return sort_ids(torch.tensor(rows, dtype=torch.int64), ROWS)
 
 
-def test_re_pinning_by_use_pins_the_rows_used_most() -> None:
+@pytest.mark.parametrize(
+    ("part", "turns"),
+    [
+        (0.1, [([(1, 2), (1, 3), (2, 4), (1, 5), (2, 6), (3, 7)], {1, 2})]),  # those used most
+        (0.5, [([(1, 2), (3, 4), (1, 5)], {1})]),  # and none that were used once
+        (0.05, [([(1,)] * 6 + [(2,)], {1}), ([(2,)] * 4, {2})]),  # older uses count half
+    ],
+)
+def test_re_pinning_by_use_pins_the_rows_used_most(part: float, turns: Any) -> None:
     planner = planner_of(slots=20)
-    for rows in ((1, 2), (1, 3), (2, 4), (1, 5), (2, 6), (3, 7)):
-        planner.plan(ids_of(*rows))
-    planner.pin_most_used(0.1)
-    assert rows_in(planner.pad, planner.pinned_slots) == {1, 2}
-
-
-def test_rows_used_once_are_not_pinned() -> None:
-    planner = planner_of(slots=20)
-    for rows in ((1, 2), (3, 4), (1, 5)):
-        planner.plan(ids_of(*rows))
-    planner.pin_most_used(0.5)
-    assert rows_in(planner.pad, planner.pinned_slots) == {1}
-
-
-def test_older_uses_count_half_at_the_next_re_pin() -> None:
-    planner = planner_of(slots=20)
-    for rows in [(1,)] * 6 + [(2,)]:
-        planner.plan(ids_of(*rows))
-    planner.pin_most_used(0.05)
-    assert rows_in(planner.pad, planner.pinned_slots) == {1}
-    for _ in range(4):
-        planner.plan(ids_of(2))
-    planner.pin_most_used(0.05)
-    assert rows_in(planner.pad, planner.pinned_slots) == {2}
+    for batches, pinned in turns:
+        for rows in batches:
+            planner.plan(ids_of(*rows))
+        planner.pin_most_used(part)
+        assert rows_in(planner.pad, planner.pinned_slots) == pinned
 
 
 @few
@@ -651,20 +630,13 @@ def test_rows_known_to_be_hot_come_with_the_first_batch_and_are_pinned() -> None
 # -- the window of known batches -----------------------------------------------------------
 
 
-def test_a_planned_batch_is_no_longer_expected() -> None:
-    planner = planner_of(slots=4)
-    first, second = ids_of(1), ids_of(2)
-    planner.expect(first)
-    planner.expect(second)
-    planner.plan(first)
-    assert [each.tolist() for each in planner.window] == [[2]]
-
-
-def test_a_batch_that_nobody_expected_leaves_the_window_as_it_is() -> None:
-    planner = planner_of(slots=4)
-    planner.expect(ids_of(2))
-    planner.plan(ids_of(1))
-    assert [each.tolist() for each in planner.window] == [[2]]
+def test_a_planned_batch_is_no_longer_expected_and_others_are() -> None:
+    planner, first = planner_of(slots=4), ids_of(1)
+    for batch in (first, ids_of(2)):
+        planner.expect(batch)
+    for planned in (first, ids_of(3)):  # the second was not expected
+        planner.plan(planned)
+        assert [each.tolist() for each in planner.window] == [[2]]
 
 
 @pytest.mark.parametrize("rows", [(), (-1, -1)], ids=["empty", "padding"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,46 +73,34 @@ def counts(hot: float, rows: int = 1000) -> torch.Tensor:
     return hot / torch.arange(1, rows + 1)
 
 
-def test_one_group_gets_all() -> None:
+ALIKE = {"t0": torch.ones(1000), "t1": torch.ones(1000)}
+USED = {"t0": counts(10), "t1": counts(1000)}
+NARROW = two_widths(dims=(8, 64))
+SMALL = two_widths(rows=(10, 10**6))
+PARTS: dict[str, tuple[Any, Any, int, Any, Callable[[float, float], bool]]] = {
+    "used more": (two_widths(), [32, 36], 5000, USED, lambda cold, hot: hot > 5 * cold),
+    "used alike, and narrower": (NARROW, [32, 256], 5000, ALIKE, lambda x, wide: x > 5 * wide),
+    "with more features": (
+        two_widths(features=(1, 8)), [32, 36], 5000, None, lambda few, many: many > 4 * few
+    ),
+    "narrower, in rows": (
+        NARROW, [32, 256], 20_000, None, lambda narrow, wide: narrow / 32 > 4 * wide / 256
+    ),
+    "no more than its rows": (SMALL, [32, 36], 1_000_000, None, lambda x, large: x < 0.03),
+    "a little though never used": (
+        two_widths(), [32, 36], 5000, {"t0": counts(100)}, lambda used, rest: 0.01 < rest < used
+    ),
+    "no counts at all": (two_widths(), [32, 36], 5000, {}, lambda one, other: one > 0 < other),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_width_gets_the_part_that_its_rows_are_worth(name: str) -> None:
+    groups, sizes, budget, profile, is_right = PARTS[name]
+    parts = byte_parts(groups, sizes, budget, profile)
+    assert sum(parts) == pytest.approx(1)
+    assert is_right(*parts)
     assert byte_parts([group(10, 20)], [16], 1000, None) == [1.0]
-
-
-@pytest.mark.parametrize("profile", [None, {"t0": counts(100), "t1": counts(3)}, {}])
-def test_parts_sum_to_one(profile: Any) -> None:
-    assert sum(byte_parts(two_widths(), [32, 36], 5000, profile)) == pytest.approx(1)
-
-
-def test_the_group_used_more_gets_more() -> None:
-    profile = {"t0": counts(10), "t1": counts(1000)}
-    cold, hot = byte_parts(two_widths(), [32, 36], 5000, profile)
-    assert hot > 5 * cold
-
-
-def test_of_two_groups_used_alike_the_narrower_gets_more() -> None:
-    profile = {"t0": torch.ones(1000), "t1": torch.ones(1000)}
-    narrow, wide = byte_parts(two_widths(dims=(8, 64)), [32, 256], 5000, profile)
-    assert narrow > 5 * wide
-
-
-def test_without_counts_a_group_with_more_features_gets_more() -> None:
-    few, many = byte_parts(two_widths(features=(1, 8)), [32, 36], 5000, None)
-    assert many > 4 * few
-
-
-def test_without_counts_the_narrower_group_keeps_more_rows() -> None:
-    narrow, wide = byte_parts(two_widths(dims=(8, 64)), [32, 256], 20_000, None)
-    assert narrow / 32 > 4 * wide / 256
-
-
-def test_without_counts_a_group_gets_no_more_than_its_rows() -> None:
-    small, large = byte_parts(two_widths(rows=(10, 10**6)), [32, 36], 1_000_000, None)
-    assert small < 0.03
-    assert large > 0.97
-
-
-def test_a_group_that_is_never_used_still_gets_a_little() -> None:
-    used, unused = byte_parts(two_widths(), [32, 36], 5000, {"t0": counts(100)})
-    assert 0.01 < unused < used
 
 
 def test_a_hotter_width_gets_more_slots_in_a_collection() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -59,23 +60,17 @@ def churn(pad: Scratchpad, ids: Tensor, steps: int) -> dict[int, int]:
     return twin
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_hash_agrees_with_a_dict_through_long_churn(family: str) -> None:
-    pad = pad_of("hash")
-    churn(pad, FAMILIES[family](150), steps=80)
-    pad.check()
+CHURNS = {name: ("hash", SLOTS, lambda ids=ids: ids(150), 80) for name, ids in FAMILIES.items()}
+CHURNS["dense"] = ("dense", SLOTS, lambda: torch.randperm(FEW_ROWS)[:150], 80)
+for few in (2, 3, 4, 5):
+    CHURNS[f"{few} slots"] = ("hash", few, lambda: torch.arange(9), 200)
 
 
-def test_the_dense_map_agrees_with_a_dict_through_long_churn() -> None:
-    pad = pad_of("dense")
-    churn(pad, torch.randperm(FEW_ROWS)[:150], steps=80)
-    pad.check()
-
-
-@pytest.mark.parametrize("slots", [2, 3, 4, 5])
-def test_a_hash_over_very_few_slots_agrees_with_a_dict(slots: int) -> None:
-    pad = pad_of("hash", slots=slots)
-    churn(pad, torch.arange(9), steps=200)
+@pytest.mark.parametrize("name", CHURNS)
+def test_a_map_agrees_with_a_dict_through_long_churn(name: str) -> None:
+    kind, slots, ids, steps = CHURNS[name]
+    pad = pad_of(kind, slots=slots)
+    churn(pad, ids(), steps)
     pad.check()
 
 
@@ -111,84 +106,43 @@ def test_a_rebuild_forgets_no_row() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "hash"])
-def test_replacing_no_slots_changes_nothing(kind: str) -> None:
-    pad = pad_of(kind)
+def test_nothing_looked_up_or_replaced_changes_nothing(kind: str) -> None:
+    pad, none = pad_of(kind), torch.empty(0, dtype=torch.int64)
+    assert bool((pad.map.lookup(torch.arange(FEW_ROWS)) == FREE).all())
+    assert pad.map.lookup(none).shape == (0,)
     pad.replace(torch.arange(5), torch.arange(5))
-    none = torch.empty(0, dtype=torch.int64)
     assert pad.replace(none, none).numel() == 0
     assert pad.map.lookup(torch.arange(6)).tolist() == [0, 1, 2, 3, 4, FREE]
 
 
-@pytest.mark.parametrize("kind", ["dense", "hash"])
-def test_an_empty_scratchpad_has_no_row(kind: str) -> None:
-    assert bool((pad_of(kind).map.lookup(torch.arange(FEW_ROWS)) == FREE).all())
-
-
-@pytest.mark.parametrize("kind", ["dense", "hash"])
-def test_a_lookup_of_no_ids_is_empty(kind: str) -> None:
-    assert pad_of(kind).map.lookup(torch.empty(0, dtype=torch.int64)).shape == (0,)
-
-
-def test_a_dense_map_costs_four_bytes_for_every_row() -> None:
-    assert pad_of("dense").map.num_bytes == 4 * FEW_ROWS
-
-
 @pytest.mark.parametrize("slots", [50, 1000, 100_000])
-def test_a_hash_costs_at_most_eight_bytes_for_every_slot(slots: int) -> None:
+def test_a_map_costs_four_bytes_for_every_row_or_eight_for_every_slot(slots: int) -> None:
+    assert pad_of("dense").map.num_bytes == 4 * FEW_ROWS
     assert 7.5 * slots < pad_of("hash", slots=slots).map.num_bytes <= 8 * slots
 
 
 # -- check() notices ---------------------------------------------------------------------
 
 
-def full_pad(kind: str) -> Scratchpad:
-    pad = pad_of(kind)
+FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a row the map has lost": (lambda pad: pad.map.remove(torch.tensor([8])), "disagree"),
+    "an exchanged row": (lambda pad: pad.row_of_slot[3].fill_(399), "disagree"),
+    "a row in two slots": (lambda pad: pad.row_of_slot[3].copy_(pad.row_of_slot[4]), "two slots"),
+    "a padding slot written to": (lambda pad: pad.slots[pad.null_slot, 1].fill_(0.5), "padding"),
+    "a map that leads to another slot": (lambda pad: pad.map._slots[8].fill_(5), "disagree"),
+    # An entry that outlived its row would be a hit that reads another row's slot.
+    "an entry of a row in no slot": (lambda pad: pad.map._slots[399].fill_(5), "disagree"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [*(("dense", each) for each in FAULTS), *(("hash", f) for f in [*FAULTS][:4])],
+)
+def test_check_notices(kind: str, fault: str) -> None:
+    (break_it, said), pad = FAULTS[fault], pad_of(kind)
     pad.replace(torch.arange(SLOTS), torch.arange(SLOTS) * 2)
     pad.check()
-    return pad
-
-
-@pytest.mark.parametrize("kind", ["dense", "hash"])
-def test_check_notices_a_row_the_map_has_lost(kind: str) -> None:
-    pad = full_pad(kind)
-    pad.map.remove(torch.tensor([8]))
-    with pytest.raises(AssertionError, match="disagree"):
-        pad.check()
-
-
-@pytest.mark.parametrize("kind", ["dense", "hash"])
-def test_check_notices_a_slot_whose_row_was_exchanged(kind: str) -> None:
-    pad = full_pad(kind)
-    pad.row_of_slot[3] = 399
-    with pytest.raises(AssertionError, match="disagree"):
-        pad.check()
-
-
-@pytest.mark.parametrize("kind", ["dense", "hash"])
-def test_check_notices_a_row_in_two_slots(kind: str) -> None:
-    pad = full_pad(kind)
-    pad.row_of_slot[3] = pad.row_of_slot[4]
-    with pytest.raises(AssertionError, match="two slots"):
-        pad.check()
-
-
-def test_check_notices_a_map_that_leads_to_another_slot() -> None:
-    pad = full_pad("dense")
-    pad.map._slots[8] = 5
-    with pytest.raises(AssertionError, match="disagree"):
-        pad.check()
-
-
-def test_check_notices_that_the_padding_slot_was_written_to() -> None:
-    pad = full_pad("dense")
-    pad.slots[pad.null_slot, 1] = 0.5
-    with pytest.raises(AssertionError, match="padding"):
-        pad.check()
-
-
-# An entry that outlived its row would be a hit that reads another row's slot.
-def test_check_notices_a_map_entry_of_a_row_that_no_slot_holds() -> None:
-    pad = full_pad("dense")
-    pad.map._slots[399] = 5
-    with pytest.raises(AssertionError, match="disagree"):
+    break_it(pad)
+    with pytest.raises(AssertionError, match=said):
         pad.check()

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import hotrow
 from builders import (
@@ -28,6 +27,7 @@ from builders import (
     outcome,
     readout,
 )
+from click_models import ClickModel, click_batches, trainer_of
 from contracts import DEVICE, assert_like, by_gpu
 from hotrow.data import ClickBatch
 from hotrow.engine.host.rows import HostRows
@@ -286,25 +286,17 @@ def test_a_row_that_the_host_wrote_first_is_not_made_anew() -> None:
 # -- captured steps ----------------------------------------------------------------------
 
 
-class Model(nn.Module):
-    def __init__(self, strategy: str) -> None:
-        super().__init__()
-        tables = [
-            hotrow.EmbeddingBagConfig("a", 3000, 4, ["f", "h"]),
-            hotrow.EmbeddingBagConfig("b", 500, 6, ["g"]),
-        ]
-        shares = [hotrow.Share(rows, buffer_rows=128, dense_map=True) for rows in (700, 250)]
-        budget = hotrow.Budget(tuple(shares), window_bytes=1 << 20)
-        self.embedding = hotrow.EmbeddingBagCollection(
-            tables, hotrow.Adam(lr=0.05), budget, strategy=strategy, device=DEVICE, seed=3
-        )
-        torch.manual_seed(0)
-        self.top = nn.Sequential(nn.Linear(14 + 3, 8), nn.ReLU(), nn.Linear(8, 1)).to(DEVICE)
-
-    def forward(self, batch: ClickBatch) -> Tensor:
-        vectors = self.embedding(batch.sparse).values()
-        logits: Tensor = self.top(torch.cat([vectors, batch.dense], dim=1)).squeeze(1)
-        return logits
+def clicked_model(strategy: str) -> ClickModel:
+    tables = [
+        hotrow.EmbeddingBagConfig("a", 3000, 4, ["f", "h"]),
+        hotrow.EmbeddingBagConfig("b", 500, 6, ["g"]),
+    ]
+    shares = [hotrow.Share(rows, buffer_rows=128, dense_map=True) for rows in (700, 250)]
+    budget = hotrow.Budget(tuple(shares), window_bytes=1 << 20)
+    embedding = hotrow.EmbeddingBagCollection(
+        tables, hotrow.Adam(lr=0.05), budget, strategy=strategy, device=DEVICE, seed=3
+    )
+    return ClickModel(embedding, num_dense=3)
 
 
 class InTurn:
@@ -320,41 +312,20 @@ class InTurn:
             yield batches[first : first + 6]
 
 
-def click_batches(count: int) -> list[ClickBatch]:
-    generator = torch.Generator().manual_seed(1)
-    found = []
-    for _ in range(count):
-        columns = [
-            (torch.rand(32, generator=generator) ** 3 * rows).long() for rows in (3000, 3000, 500)
-        ]
-        found.append(
-            ClickBatch(
-                dense=torch.rand(32, 3, generator=generator),
-                sparse=torch.stack(columns, dim=1),
-                label=torch.randint(0, 2, (32,), generator=generator).float(),
-            )
-        )
-    return found
+SIZES = (3000, 3000, 500)  # rows of the features
 
 
 def clicked(strategy: str, batches: list[ClickBatch], **options: Any) -> tuple[list[float], Any]:
-    model = Model(strategy)
-    trainer = hotrow.Trainer(
-        model,
-        F.binary_cross_entropy_with_logits,
-        dense_optimizer=torch.optim.SGD(model.top.parameters(), lr=0.1),
-        ids=lambda batch: batch.sparse,
-        device=DEVICE,
-        **options,
-    )
+    model = clicked_model(strategy)
+    trainer = trainer_of(model, **options)
     losses = [float(record.loss) for record in trainer.run(batches)]
     model.embedding.check()
     return losses, {**model.embedding.state_dict(), **model.top.state_dict()}
 
 
 def test_batches_of_one_shape_have_places_of_their_own_for_each_engine() -> None:
-    model = Model("static")
-    (batch,) = click_batches(1)
+    model = clicked_model("static")
+    (batch,) = click_batches(1, SIZES, size=32)
     keys = []
     for change in (model.embedding.train_in_slots, model.embedding.train_on_host):
         change()
@@ -366,7 +337,6 @@ def test_batches_of_one_shape_have_places_of_their_own_for_each_engine() -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 def test_captured_steps_of_two_engines_in_turn_give_the_bits_of_eager_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -378,7 +348,7 @@ def test_captured_steps_of_two_engines_in_turn_give_the_bits_of_eager_ones(
     )
     monkeypatch.setattr(captured_module._Graph, "replay", _noted(replays, replay))
     monkeypatch.setattr(captured_module.CapturedStep, "_capture", _noted(captures, capture))
-    batches = click_batches(60)
+    batches = click_batches(60, SIZES, size=32)
     eager = clicked("static", batches, system=InTurn(), graphs=False)
     assert not replays
     captured = clicked("static", batches, system=InTurn())
@@ -402,7 +372,6 @@ def _noted(calls: list[int], function: Callable[..., Any]) -> Callable[..., Any]
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("rule", RULES)
 def test_engines_in_turn_on_a_gpu_train_like_all_fast(rule: str, name: str) -> None:

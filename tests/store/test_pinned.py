@@ -250,14 +250,9 @@ def test_available_memory_is_what_machine_and_container_leave(
 
 # -- on a GPU ----------------------------------------------------------------------------
 
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 class TestOnAGpu:
-    pytestmark = gpu
+    pytestmark = pytest.mark.gpu
 
     def test_kernels_read_and_write_rows_across_chunks(self) -> None:
         made = locked_rows(ROWS, WIDTH, chunk_bytes=CHUNK)

@@ -17,10 +17,7 @@ from builders import no_synchronisation
 from gpu_multi_hot import RULES, SIZE, STEPS, TABLES, Model, Run, batches, same_bits
 from hotrow.data import ClickBatch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 # Read by cuBLAS when it first runs; torch's deterministic mode asks for it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

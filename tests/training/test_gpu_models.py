@@ -18,7 +18,6 @@ from model_cases import MODEL_CASES, ModelCase
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     # torch's compiler uses what torch deprecates, and reads what it warns others of.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
 ]

@@ -26,10 +26,7 @@ from thread_checks import (
     train,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 ON_GPU = [strategy for strategy in STRATEGIES if strategy != "cpu"]
 FILLS = [("lookahead", fill) for fill in ("zero-copy", "bulk", "staged")]

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotrow
+from click_models import ClickModel, trainer_of
 from compiling import note_compiled
 from hotrow.data import ClickBatch, SyntheticClicks, SyntheticConfig
 from hotrow.support.records import EvalRecord
@@ -20,11 +21,9 @@ BATCHES = list(CLICKS.batches(0, 12))
 HELD_OUT = list(CLICKS.batches(12, 16))
 
 
-class Model(nn.Module):
+class Model(ClickModel):
     def __init__(self, strategy: str = "lookahead") -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = hotrow.EmbeddingBagCollection(
+        embedding = hotrow.EmbeddingBagCollection(
             [
                 hotrow.EmbeddingBagConfig("a", 300, 4, ["a"]),
                 hotrow.EmbeddingBagConfig("b", 40, 4, ["b"]),
@@ -34,33 +33,14 @@ class Model(nn.Module):
             strategy=strategy,
             seed=0,
         )
+        super().__init__(embedding, num_dense=3)
         # Both need care in evaluation: one changes its buffers, the other draws random numbers.
-        self.norm = nn.BatchNorm1d(11)
-        self.drop = nn.Dropout(0.1)
-        self.top = nn.Linear(11, 1)
-
-    def forward(self, batch: ClickBatch) -> Tensor:
-        vectors = self.embedding(batch.sparse).values()
-        joined = self.norm(torch.cat([batch.dense, vectors], dim=1))
-        logits: Tensor = self.top(self.drop(joined)).squeeze(1)
-        return logits
-
-    def bits(self) -> list[Tensor]:
-        dense = [*self.norm.state_dict().values(), *self.top.state_dict().values()]
-        rows = [torch.cat([chunk for _, chunk in self.embedding.rows(name)]) for name in "ab"]
-        return dense + rows
+        self.norm, self.drop = nn.BatchNorm1d(11), nn.Dropout(0.1)
+        self.top = nn.Sequential(self.norm, self.drop, self.top)
 
 
 def make_trainer(strategy: str = "lookahead", **options: Any) -> Trainer[ClickBatch]:
-    model = Model(strategy)
-    loss_fn = options.pop("loss_fn", F.binary_cross_entropy_with_logits)
-    return Trainer(
-        model,
-        loss_fn,
-        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        ids=lambda batch: batch.sparse,
-        **options,
-    )
+    return trainer_of(Model(strategy), **options)
 
 
 def run(trainer: Trainer[ClickBatch], batches: list[ClickBatch] = BATCHES) -> list[float]:

@@ -10,16 +10,25 @@ import sys
 import textwrap
 import weakref
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from itertools import count
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+import contracts
 import hotrow
-from builders import CASES, Outcome, build, outcome, readout, tight_budget, train
+from builders import (
+    CASES,
+    build,
+    outcome,
+    readout,
+    score_trainer,
+    tight_budget,
+    train,
+)
 from contracts import DEVICE, LateWriter, by_gpu, looking_ahead
 from hotrow.engine.gpu.mover_choice import LEVELS, Effort, Level
 from hotrow.engine.strategy import Strategy
@@ -30,6 +39,7 @@ from hotrow.store.writer import Writer
 STEPS = 8
 ONE_HOT = CASES["one-hot"]
 VICTIMS = ("own", "random", "most-recent")
+all_fast = partial(contracts.all_fast, steps=STEPS, device="gpu")
 
 
 class Restless(Effort):
@@ -58,11 +68,6 @@ def tight(
     shares = [replace(share, slots=int(roomier * share.slots)) for share in budget.shares]
     options = {"budget": replace(budget, shares=tuple(shares)), "fill": fill, **by_gpu(**parts)}
     return build(CASES[case], rule, strategy, **options)
-
-
-@cache
-def all_fast(case: str, rule: str, steps: int = STEPS) -> Outcome:
-    return train(build(CASES[case], rule, **by_gpu()), CASES[case].batches(steps))
 
 
 # Every pair of a case, victims and a depth occurs.
@@ -211,35 +216,12 @@ def test_rows_that_may_be_read_soon_are_written_at_once(
 # -- memory ------------------------------------------------------------------------------
 
 
-class Scores(nn.Module):
-    def __init__(self, embedding: hotrow.EmbeddingBagCollection) -> None:
-        super().__init__()
-        self.embedding = embedding
-        self.dense = nn.Linear(8, 1, device=DEVICE)
-
-    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return self.dense(self.embedding(batch[0]).values()).squeeze(1)
-
-
-def loop_of_a_trainer(embedding: hotrow.EmbeddingBagCollection) -> None:
-    model = Scores(embedding)
-    trainer: hotrow.Trainer[Any] = hotrow.Trainer(
-        model,
-        nn.functional.binary_cross_entropy_with_logits,
-        dense_optimizer=torch.optim.SGD(model.dense.parameters(), lr=0.1),
-        ids=lambda batch: batch[0],
-        labels=lambda batch: batch[1],
-        device=DEVICE,
-    )
-    batches = [(ids, (ids[:, 0] % 2).float()) for ids in ONE_HOT.batches(STEPS)]
-    for record in trainer.run(batches):
-        assert record.loss > 0
-    trainer.evaluate(batches[:2])
-
-
 def test_memory_is_given_back_after_a_trainer() -> None:
     embedding = tight("one-hot", "adagrad", writer=Writer(1))  # one that no other test holds
-    loop_of_a_trainer(embedding)
+    trainer = score_trainer(embedding)
+    assert len(list(trainer.run(ONE_HOT.batches(STEPS)))) == STEPS
+    trainer.mean_loss(ONE_HOT.batches(2))
+    del trainer
     (group,) = embedding.groups
     back = group.mover.back
     assert any(load.job for load in back._loads)
@@ -249,6 +231,7 @@ def test_memory_is_given_back_after_a_trainer() -> None:
     assert [each() for each in (*gone, rows)] == [None] * 6
 
 
+@pytest.mark.slow  # another process
 def test_the_first_collection_of_a_program_is_given_back_too() -> None:
     """No garbage collection runs here: what torch imports for it must not hold it."""
     script = """

@@ -7,18 +7,18 @@ interpreter runs the kernels, which is slow: tests/engine/gpu/test_on_gpu.py tri
 from __future__ import annotations
 
 import itertools
-from functools import cache
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import contracts
 import hotrow
 from builders import (
     CASES,
     RULES,
-    Outcome,
     budget_with_pins,
     build,
     check_chunks,
@@ -40,6 +40,7 @@ from hotrow.engine.tuning import Tuning
 STEPS = 6
 ONE_HOT, TWO_WIDTHS = CASES["one-hot"], CASES["two-widths"]
 PLAIN = ENGINES["zero-copy"]
+all_fast = partial(contracts.all_fast, steps=STEPS, device="gpu")
 
 # -- strategies --------------------------------------------------------------------------
 
@@ -64,11 +65,6 @@ CHOICES = [
 
 def all_of(case: str, rule: str) -> hotrow.EmbeddingBagCollection:
     return build(CASES[case], rule, **by_gpu())
-
-
-@cache
-def all_fast(case: str, rule: str, steps: int = STEPS) -> Outcome:
-    return train(all_of(case, rule), CASES[case].batches(steps))
 
 
 @pytest.mark.thinned(5)

@@ -19,42 +19,28 @@ def noted(effort: Effort, waited: float, looks: int) -> int:
     return effort.number
 
 
-def test_it_grows_while_training_waits_and_no_further_than_all() -> None:
-    effort = Effort()
-    assert noted(effort, 0.6, fills._LOOKS - 1) == 0  # one slow step says nothing
-    assert noted(effort, 0.6, 1) == 1
-    assert noted(effort, 0.6, 10 * fills._LOOKS) == FULL
-    assert effort.level == LEVELS[FULL]
+# A level at first, and then: how much of a step waits for rows, in how many looks, and the level.
+LOOKS, PATIENCE = fills._LOOKS, fills._PATIENCE
+EFFORTS: dict[str, tuple[int, list[tuple[float, int, int]]]] = {
+    # One slow step says nothing, and there is no more than all.
+    "grows": (0, [(0.6, LOOKS - 1, 0), (0.6, 1, 1), (0.6, 10 * LOOKS, FULL)]),
+    "not for a short wait": (0, [(0.2, 1000, 0)]),
+    "shrinks": (1, [(0.0, PATIENCE - 1, 1), (0.0, 1, 0)]),
+    "stays twice as long when it had to grow again": (
+        1,
+        [(0.0, PATIENCE, 0), (0.6, LOOKS, 1), (0.0, 2 * PATIENCE - 1, 1), (0.0, 1, 0)],
+    ),
+    "stays where waits are in between": (1, [(0.0, PATIENCE // 2, 1), (0.2, LOOKS, 1)] * 20),
+    "all where nothing runs beside it": (FULL, [(0.0, 1000, FULL)]),
+}
 
 
-def test_a_short_wait_is_no_reason_to_disturb_training() -> None:
-    assert noted(Effort(), 0.2, 1000) == 0
-
-
-def test_it_shrinks_when_training_has_not_waited_for_long() -> None:
-    effort = Effort(1)
-    assert noted(effort, 0.0, fills._PATIENCE - 1) == 1
-    assert noted(effort, 0.0, 1) == 0
-
-
-def test_what_had_to_grow_again_stays_for_twice_as_long() -> None:
-    effort = Effort(1)
-    noted(effort, 0.0, fills._PATIENCE)
-    assert noted(effort, 0.6, fills._LOOKS) == 1
-    assert noted(effort, 0.0, 2 * fills._PATIENCE - 1) == 1
-    assert noted(effort, 0.0, 1) == 0
-
-
-def test_waits_in_between_keep_it_where_it_is() -> None:
-    effort = Effort(1)
-    for _ in range(20):
-        noted(effort, 0.0, fills._PATIENCE // 2)
-        noted(effort, 0.2, fills._LOOKS)
-    assert effort.number == 1
-
-
-def test_where_nothing_runs_beside_a_fill_it_is_all_from_the_start() -> None:
-    assert noted(Effort(FULL, is_fixed=True), 0.0, 1000) == FULL
+@pytest.mark.parametrize(("start", "looks"), EFFORTS.values(), ids=EFFORTS)
+def test_a_fill_gets_more_while_training_waits_for_it(start: int, looks: Any) -> None:
+    effort = Effort(start, is_fixed=start == FULL)
+    for waited, count, level in looks:
+        assert noted(effort, waited, count) == level
+        assert effort.level == LEVELS[level]
 
 
 # -- who looks -----------------------------------------------------------------------------

@@ -52,10 +52,7 @@ from hotrow.models.dlrm import DLRM
 from hotrow.training.trainer import Trainer
 from map_kernels import replace_rows
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 STEPS = 40

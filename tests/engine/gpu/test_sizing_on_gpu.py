@@ -8,10 +8,7 @@ import torch
 import hotrow
 from hotrow.sizing.machines import machine_at, measure
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
 
 

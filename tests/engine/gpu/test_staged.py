@@ -14,13 +14,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import contracts
 import hotrow
 from builders import CASES, Late, LateJob, Outcome, build, shuffled, tight_budget, train, variant
 from contracts import DEVICE, by_gpu
@@ -59,15 +59,14 @@ def tight(
     return build(ONE_HOT, rule, strategy, **options)
 
 
-@cache
 def all_fast(rule: str = "adagrad", steps: int = STEPS) -> Outcome:
-    return train(build(ONE_HOT, rule, **by_gpu()), ONE_HOT.batches(steps))
+    return contracts.all_fast("one-hot", rule, steps, "gpu")
 
 
 # -- the same bits -----------------------------------------------------------------------
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("depth", [4, 0])
 @pytest.mark.parametrize("victims", ["random", "most-recent"])
 @pytest.mark.parametrize("name", ["lookahead", "scratchpipe"])
@@ -233,6 +232,7 @@ def test_several_widths_share_one_thread_and_its_number_of_cores() -> None:
     assert [torch.get_num_threads(), *found] == [threads, threads]
 
 
+@pytest.mark.slow  # another process
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter's")
 def test_a_program_ends_though_rows_are_on_their_way() -> None:
     script = """

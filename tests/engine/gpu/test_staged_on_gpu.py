@@ -22,10 +22,7 @@ from hotrow.engine.stages import SPLIT
 from hotrow.engine.strategy import Strategy
 from hotrow.engine.tuning import Tuning
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 STEPS = 150
 SLEEP = 3_000_000  # clock ticks of the GPU: more than a millisecond

@@ -18,7 +18,6 @@ from hotrow.engine.tuning import Tuning
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     # torch's compiler uses what torch deprecates, and steps that are not captured warn.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
 ]

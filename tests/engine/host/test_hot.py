@@ -8,7 +8,6 @@ are, too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ import hotrow
 from builders import CASES, RULES, Case, Outcome, build, outcome, readout, train
 from contracts import (
     TOLERANCE,
+    all_fast,
     as_on_gpu,
     assert_like,
     hot,
@@ -38,11 +38,6 @@ Table = hotrow.EmbeddingBagConfig
 each_rule = pytest.mark.parametrize("rule", RULES)
 
 
-@cache
-def all_fast(case: str, rule: str, steps: int, device: str = "cpu") -> Outcome:
-    return train(build(CASES[case], rule, device=device), CASES[case].batches(steps))
-
-
 def by_kernels(
     case: Case, rule: str = "sgd", form: str = "rows", **options: Any
 ) -> hotrow.EmbeddingBagCollection:
@@ -53,7 +48,7 @@ def by_kernels(
 # -- against every row in fast memory ------------------------------------------------------
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(7)  # each rule with another case
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rule", RULES)
 def test_it_trains_like_all_fast(case: str, rule: str) -> None:
@@ -63,7 +58,7 @@ def test_it_trains_like_all_fast(case: str, rule: str) -> None:
     assert 0 < traffic.fetched_rows < traffic.unique_rows
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(7)  # each rule with another case
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rule", RULES)
 def test_by_a_gpus_kernels_it_trains_like_all_fast(case: str, rule: str) -> None:
@@ -74,30 +69,30 @@ def test_by_a_gpus_kernels_it_trains_like_all_fast(case: str, rule: str) -> None
 @each_rule
 def test_whole_tables_that_are_hot_change_no_bit(rule: str) -> None:
     embedding = as_on_gpu(hot(MULTI_HOT, rule, profile={"b": torch.ones(30)}), "bags")
-    found = train(embedding, MULTI_HOT.batches(20))
-    assert found.same_bits(all_fast("multi-hot", rule, 20))
+    found = train(embedding, MULTI_HOT.batches(8))
+    assert found.same_bits(all_fast("multi-hot", rule, 8))
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_where_nothing_is_hot_it_is_hybrid(rule: str) -> None:
     embedding = hot(MULTI_HOT, rule, profile={})
-    expected = train(build(MULTI_HOT, rule, "hybrid"), MULTI_HOT.batches(20))
-    assert train(embedding, MULTI_HOT.batches(20)).same_bits(expected)
+    expected = train(build(MULTI_HOT, rule, "hybrid"), MULTI_HOT.batches(8))
+    assert train(embedding, MULTI_HOT.batches(8)).same_bits(expected)
     assert embedding.num_slots == 0
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_where_everything_is_hot_nothing_moves(rule: str) -> None:
     embedding = hot(MULTI_HOT, rule, part=1.1)
-    found = train(embedding, MULTI_HOT.batches(20))
-    assert found.same_bits(all_fast("multi-hot", rule, 20))
+    found = train(embedding, MULTI_HOT.batches(8))
+    assert found.same_bits(all_fast("multi-hot", rule, 8))
     traffic = embedding.traffic()
     assert traffic.fetched_rows == traffic.evicted_rows == 0
     assert traffic.hit_rate == 1
     assert embedding.num_slots == 110
 
 
-@pytest.mark.thinned(7)
+@pytest.mark.thinned(13)
 @pytest.mark.parametrize(
     "batch",
     [

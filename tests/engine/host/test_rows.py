@@ -6,19 +6,19 @@ it is so to the bit; there, rows "cross" by way of the GPU's kernels in Triton's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache, partial
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotrow
 from builders import CASES, RULES, Outcome, build, outcome, readout, train
-from contracts import TOLERANCE, as_on_gpu, assert_like, hot, learning, on_a_gpu, on_device
+from click_models import click_batches, trainer_of
+from contracts import TOLERANCE, all_fast, as_on_gpu, assert_like, hot, learning, on_device
 from hotrow.data import ClickBatch
 from hotrow.engine.host.link import RowColumns
 from hotrow.engine.host.rows import HostRows, host_rows_engine
@@ -43,11 +43,6 @@ def crossing(
 ) -> hotrow.EmbeddingBagCollection:
     """Rows on the host, of which rows or bags cross a link."""
     return as_on_gpu(build(case, rule, "hybrid", **options), form, late=late)
-
-
-@cache
-def all_fast(case: str, rule: str, steps: int, device: str = "cpu") -> Outcome:
-    return train(build(CASES[case], rule, device=device), CASES[case].batches(steps))
 
 
 # -- against every row in fast memory ------------------------------------------------------
@@ -275,7 +270,7 @@ MAKE = {"hybrid": partial(build, strategy="hybrid", device="cuda"),
 each_strategy = pytest.mark.parametrize("strategy", MAKE)
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @each_strategy
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rule", RULES)
@@ -287,7 +282,7 @@ def test_on_a_gpu_both_forms_train_like_all_fast(
     assert_like(train(embedding, CASES[case].batches(40)), all_fast(case, rule, 40, "cuda"))
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("rule", RULES)
 def test_on_a_gpu_it_learns_and_changes_nothing_by_it(rule: str) -> None:
     embedding = learning(rule, 60, device="cuda")
@@ -295,7 +290,7 @@ def test_on_a_gpu_it_learns_and_changes_nothing_by_it(rule: str) -> None:
     assert embedding.groups[0].hot._version >= 3
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @each_strategy
 @each_form
 @pytest.mark.parametrize("rule", RULES)
@@ -315,7 +310,7 @@ def test_on_a_gpu_updates_start_from_the_newest_rows(rule: str, form: str, strat
     assert_like(run(found), run(build(MULTI_HOT, rule, device="cuda")))
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @each_form
 def test_on_a_gpu_the_gradient_of_weights_is_that_of_the_newest_rows(form: str) -> None:
     both = (crossing(form, late=True, device="cuda"), build(MULTI_HOT, device="cuda"))
@@ -323,7 +318,7 @@ def test_on_a_gpu_the_gradient_of_weights_is_that_of_the_newest_rows(form: str) 
     torch.testing.assert_close(*found, **TOLERANCE)
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @each_form
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["hybrid", "profiled", "learning"])
@@ -358,7 +353,7 @@ def test_large_batches_keep_their_rows_apart(kind: str, dtype: torch.dtype, form
     torch.testing.assert_close(*results, **rough)
 
 
-@on_a_gpu
+@pytest.mark.gpu
 def test_on_a_gpu_a_bad_id_is_named_when_its_turn_comes() -> None:
     batches = CASES["one-hot"].batches(10)
     expected = train(build(CASES["one-hot"], strategy="hybrid", device="cuda"), batches[:6])
@@ -369,7 +364,7 @@ def test_on_a_gpu_a_bad_id_is_named_when_its_turn_comes() -> None:
     assert outcome(embedding, expected.losses).same_bits(expected)
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("strategy", ["hybrid", "static-hybrid"])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -379,7 +374,7 @@ def test_on_a_gpu_the_trainer_trains_it(compiled: bool, strategy: str) -> None:
     torch.testing.assert_close(found[1], expected[1], rtol=1e-2, atol=1e-3)
 
 
-@on_a_gpu
+@pytest.mark.gpu
 def test_on_a_gpu_two_runs_give_the_same_bits() -> None:
     first, second = trained("hybrid"), trained("hybrid")
     assert first[0] == second[0]
@@ -390,15 +385,8 @@ ROWS = (5000, 300, 20000, 40)
 Found = tuple[list[float], dict[str, Tensor]]
 
 
-def clicks(steps: int = 30, size: int = 256) -> Iterator[ClickBatch]:
-    generator = torch.Generator().manual_seed(7)
-    for _ in range(steps):
-        ids = [(torch.rand(size, generator=generator) ** 4 * rows).long() for rows in ROWS]
-        yield ClickBatch(
-            dense=torch.rand(size, 13, generator=generator),
-            sparse=torch.stack(ids, dim=1),
-            label=torch.randint(0, 2, (size,), generator=generator).float(),
-        )
+def clicks(steps: int = 30) -> list[ClickBatch]:
+    return click_batches(steps, ROWS, size=256, num_dense=13)
 
 
 def trained(strategy: str, *, compile: bool = False, device: str = "cuda") -> Found:
@@ -412,19 +400,12 @@ def trained(strategy: str, *, compile: bool = False, device: str = "cuda") -> Fo
     )
     model = DLRM(embedding, 13, (64, 16), (64, 1), generator=torch.Generator().manual_seed(3))
     model.to(device)
-    trainer: hotrow.Trainer[ClickBatch] = hotrow.Trainer(
-        model,
-        F.binary_cross_entropy_with_logits,
-        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        ids=lambda batch: batch.sparse,
-        device=device,
-        compile=compile,
-    )
+    trainer = trainer_of(model, compile=compile)
     records = []
     for record in trainer.run(clicks()):
         records.append(record)
         if record.step % 10 == 0:
-            trainer.evaluate(list(clicks(2)))
+            trainer.evaluate(clicks(2))
     values = {key: value.cpu() for key, value in model.state_dict().items()}
     return [record.loss for record in records], values
 

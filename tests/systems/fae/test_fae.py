@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import hotrow
 from builders import RULES
+from click_models import ClickModel, same_bits, trainer_of
 from hotrow.data import ClickBatch, Loader
 from hotrow.data.sources import Samples
 from hotrow.engine.host.rows import HostRows
@@ -32,7 +33,7 @@ SIZE, ROWS = 16, (400, 60)
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # as in tests/contracts.py
 
 
-class Model(nn.Module):
+class Model(ClickModel):
     def __init__(
         self,
         rule: str = "adagrad",
@@ -43,13 +44,12 @@ class Model(nn.Module):
         rows: tuple[int, int] = ROWS,
         device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__()
         tables = [
             hotrow.EmbeddingBagConfig("a", rows[0], dims[0], ["a", "c"]),
             hotrow.EmbeddingBagConfig("b", rows[1], dims[1], ["b"]),
         ]
         shares = [hotrow.Share(slots, buffer_rows=64, dense_map=True)] * len(set(dims))
-        self.embedding = hotrow.EmbeddingBagCollection(
+        embedding = hotrow.EmbeddingBagCollection(
             tables,
             RULES[rule],
             hotrow.Budget(tuple(shares), window_bytes=1 << 20),
@@ -57,17 +57,7 @@ class Model(nn.Module):
             device=device,
             seed=3,
         )
-        torch.manual_seed(0)
-        self.top = nn.Linear(2 * dims[0] + dims[1] + 2, 1).to(device)
-
-    def forward(self, batch: ClickBatch) -> Tensor:
-        vectors = self.embedding(batch.sparse).values()
-        logits: Tensor = self.top(torch.cat([vectors, batch.dense], dim=1)).squeeze(1)
-        return logits
-
-    def bits(self) -> list[Tensor]:
-        rows = [torch.cat([chunk for _, chunk in self.embedding.rows(name)]) for name in "ab"]
-        return [*(each.cpu() for each in rows), *self.top.state_dict().values()]
+        super().__init__(embedding, num_dense=2)
 
 
 def clicks(count: int, seed: int = 1, *, skew: float = 6.0, jagged: bool = False) -> list[Any]:
@@ -123,18 +113,6 @@ class Seen:
         return Counter(numbers.long().tolist())
 
 
-def trainer_of(model: Model, system: FAE | None = None, **options: Any) -> hotrow.Trainer[Any]:
-    return hotrow.Trainer(
-        model,
-        F.binary_cross_entropy_with_logits,
-        dense_optimizer=torch.optim.SGD(model.top.parameters(), lr=0.1),
-        ids=lambda batch: batch.sparse,
-        device=model.embedding.device,
-        system=system,
-        **options,
-    )
-
-
 def train(
     model: Model, fae: FAE, loader: Iterable[Any] = LOADER, *, quiet: bool = True, **options: Any
 ) -> tuple[Seen, list[Any]]:
@@ -150,10 +128,6 @@ def train(
 def plain(model: Model, batches: list[Any]) -> list[Any]:
     """All-fast training on the same batches in the same order."""
     return list(trainer_of(model).run(batches))
-
-
-def same_bits(left: Model, right: Model) -> bool:
-    return all(map(torch.equal, left.bits(), right.bits()))
 
 
 def fae_of(**options: Any) -> FAE:
@@ -590,6 +564,7 @@ def test_an_id_that_no_table_has_is_named() -> None:
 # -- on a device -------------------------------------------------------------------------
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("cold", ["fetched", "hybrid"])
 @pytest.mark.usefixtures("device_rows")
 def test_on_a_device_rows_are_those_of_all_fast_in_the_same_order(cold: Any) -> None:
@@ -605,7 +580,6 @@ def test_on_a_device_rows_are_those_of_all_fast_in_the_same_order(cold: Any) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 @pytest.mark.parametrize("cold", ["fetched", "hybrid"])
 @pytest.mark.parametrize("rule", RULES)
 def test_on_a_gpu_captured_steps_give_the_bits_of_eager_ones(rule: str, cold: Any) -> None:

@@ -366,7 +366,6 @@ def test_plans_wait_for_ids_computed_of_a_batch_that_another_lane_has_made(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_gives_the_same_order_without_being_waited_for() -> None:
     case = CASES["one-hot"]
     there, here = Pinned(case, HOT, "cuda"), Pinned(case, HOT)

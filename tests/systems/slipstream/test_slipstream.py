@@ -4,6 +4,7 @@ many; and a run that is left early leaves no row frozen."""
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotrow
+from click_models import ClickModel, same_bits, trainer_of
 from hotrow.data import ClickBatch, SyntheticClicks, SyntheticConfig
 from hotrow.inputs.hotset import HotSet
 from hotrow.kernels.reference import in_bits
@@ -27,11 +29,9 @@ HELD_OUT = list(CLICKS.batches(100, 103))
 STRATEGIES = ["lookahead", "static", "all-fast"]
 
 
-class Model(nn.Module):
+class Model(ClickModel):
     def __init__(self, strategy: str = "all-fast", device: str = "cpu") -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = hotrow.EmbeddingBagCollection(
+        embedding = hotrow.EmbeddingBagCollection(
             [
                 hotrow.EmbeddingBagConfig("a", 60, 4, ["a"]),
                 hotrow.EmbeddingBagConfig("b", 20, 4, ["b"]),
@@ -42,32 +42,16 @@ class Model(nn.Module):
             device=device,
             seed=0,
         )
-        self.top = nn.Linear(11, 1)
-
-    def forward(self, batch: ClickBatch) -> Tensor:
-        vectors = self.embedding(batch.sparse).values()
-        logits: Tensor = self.top(torch.cat([batch.dense, vectors], dim=1)).squeeze(1)
-        return logits
+        super().__init__(embedding, num_dense=3)
 
     def rows(self) -> list[Tensor]:
-        return [torch.cat([chunk for _, chunk in self.embedding.rows(name)]) for name in "ab"]
-
-    def bits(self) -> list[Tensor]:
-        return [each.detach().cpu() for each in self.top.state_dict().values()] + self.rows()
+        return self.bits()[2:]
 
 
 def make_trainer(
-    system: Any = None, strategy: str = "all-fast", device: str = "cpu"
+    system: Any = None, strategy: str = "all-fast", device: str = "cpu", **options: Any
 ) -> Trainer[ClickBatch]:
-    model = Model(strategy, device).to(device)
-    return Trainer(
-        model,
-        F.binary_cross_entropy_with_logits,
-        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        ids=lambda batch: batch.sparse,
-        device=device,
-        system=system,
-    )
+    return trainer_of(Model(strategy, device), system, **options)
 
 
 def slipstream(
@@ -112,8 +96,7 @@ def frozen(trainer: Trainer[ClickBatch]) -> bool:
 
 
 def same(left: Trainer[ClickBatch], right: Trainer[ClickBatch]) -> bool:
-    pairs = zip(model_of(left).bits(), model_of(right).bits(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
+    return same_bits(model_of(left), model_of(right))
 
 
 # -- what is trained ---------------------------------------------------------------------------
@@ -446,64 +429,34 @@ def test_a_model_needs_one_collection() -> None:
 
 
 def test_ids_may_come_by_the_collections_name() -> None:
-    named, plain = make_trainer(slipstream()), make_trainer(slipstream())
-    model = model_of(named)
-    other = Trainer(
-        model,
-        F.binary_cross_entropy_with_logits,
-        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        ids=lambda batch: {"embedding": batch.sparse},
-        system=slipstream(),
-    )
-    assert run(other) == run(plain)
+    named = make_trainer(slipstream(), ids=lambda batch: {"embedding": batch.sparse})
+    assert run(named) == run(make_trainer(slipstream()))
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"mode": "both"}, "mode must be one of samples, rows"),
-        ({"counted": 0}, "counted must be a share above 0 and below 1, not 0"),
-        ({"batches_per_epoch": 0}, "batches_per_epoch must be a whole number of at least 1, not 0"),
-        ({"validate_every": -1}, "validate_every must be a whole number of at least 0, not -1"),
-        ({"test": iter(HELD_OUT)}, "an iterator gives its batches once"),
-        ({"hot": {}, "profile": {}}, "hot names the hot rows, and profile would choose them"),
-    ],
-)
-def test_settings_that_make_no_sense(options: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        hotrow.Slipstream(**options)
+Kind = hotrow.Slipstream
+Drop = hotrow.RandomDrop
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (Kind, {"mode": "both"}, "mode must be one of samples, rows"),
+    (Kind, {"counted": 0}, "counted must be a share above 0 and below 1, not 0"),
+    (Kind, {"batches_per_epoch": 0}, "batches_per_epoch must be a whole number of at least 1, not"),
+    (Kind, {"validate_every": -1}, "validate_every must be a whole number of at least 0, not -1"),
+    (Kind, {"test": iter(HELD_OUT)}, "an iterator gives its batches once"),
+    (Kind, {"hot": {}, "profile": {}}, "hot names the hot rows, and profile would choose them"),
+    (Kind, {"traget": 0.1}, r"no 'traget' \(did you mean 'target'\?\); its settings are target, t"),
+    (partial(Kind, 0.2), {}, r"by their names, such as target=0.3; got 0.2"),
+    (Drop, {}, "a share of the samples, or like="),
+    (Drop, {"share": 0.1, "like": SkipRecord("samples")}, "a share of the samples, or"),
+    (Drop, {"share": "10%"}, "share must be at least 0 and below 1, not '10%'"),
+    (Drop, {"share": 1.0}, "share must be at least 0 and below 1, not 1.0"),
+    (Drop, {"like": SkipRecord(""), "starting_batch": 2}, "leave starting_batch out"),
+    (Drop, {"like": hotrow.Slipstream()}, r"slipstream.record, not <.*Slipstream"),
+]
 
 
-@pytest.mark.parametrize(
-    ("given", "options", "said"),
-    [
-        (
-            (),
-            {"traget": 0.1},
-            r"no 'traget' \(did you mean 'target'\?\); its settings are target, t",
-        ),
-        ((0.2,), {}, r"by their names, such as target=0.3; got 0.2"),
-    ],
-)
-def test_settings_that_it_does_not_have(given: Any, options: Any, said: str) -> None:
-    with pytest.raises(TypeError, match=said):
-        hotrow.Slipstream(*given, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "said"),
-    [
-        ({}, ValueError, "a share of the samples, or like="),
-        ({"share": 0.1, "like": SkipRecord("samples")}, ValueError, "a share of the samples, or"),
-        ({"share": "10%"}, ValueError, "share must be at least 0 and below 1, not '10%'"),
-        ({"share": 1.0}, ValueError, "share must be at least 0 and below 1, not 1.0"),
-        ({"like": SkipRecord(""), "starting_batch": 2}, ValueError, "leave starting_batch out"),
-        ({"like": hotrow.Slipstream()}, TypeError, r"slipstream.record, not <.*Slipstream"),
-    ],
-)
-def test_a_control_that_makes_no_sense(options: Any, error: Any, said: str) -> None:
-    with pytest.raises(error, match=said):
-        hotrow.RandomDrop(**options)
+@pytest.mark.parametrize(("make", "options", "said"), REFUSED)
+def test_settings_that_make_no_sense(make: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
+        make(**options)
 
 
 @pytest.mark.parametrize(
