@@ -344,7 +344,6 @@ def test_the_page_is_whole_and_needs_nothing_else(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_strategies_are_compared_on_a_gpu() -> None:
     names = "all-fast,hybrid,hybrid-plain,cpu,static,lru,scratchpipe,lookahead"
     options = ("--set", "run.device=cuda", "--set", "training.steps=40", "--repeat", "2")

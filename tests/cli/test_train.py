@@ -196,7 +196,6 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_run_on_a_gpu_equals_all_fast() -> None:
     train("run.device=cuda", "training.epochs=4")
     run, steps = read_run("runs/small"), list(read_steps("runs/small"))

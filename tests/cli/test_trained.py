@@ -86,7 +86,6 @@ def test_the_test_split_has_the_bits_of_the_end_of_training(run: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("strategy", ["lookahead", "all-fast", "hybrid"])
 def test_a_model_of_a_gpu_has_the_bits_of_the_end_of_training(strategy: str) -> None:
     given = ("run.device=cuda", "training.epochs=4", "run.tensorboard=true")

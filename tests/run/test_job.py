@@ -20,7 +20,6 @@ OPTIMIZERS = ("sgd", "adagrad", "adam", "adamw")
 
 on_gpu = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
 

@@ -107,7 +107,6 @@ def test_a_tbsm_on_taobao_equals_all_fast(taobao: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_a_tbsm_on_taobao_equals_all_fast_and_batches_are_page_locked(
     taobao: Path,
 ) -> None:
