@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hotrow.embedding.ahead import Ahead
+from hotrow.embedding.arguments import read_device
 from hotrow.embedding.collection import EmbeddingBagCollection, collections_in
 from hotrow.inputs.tree import to_device
 from hotrow.support.clock import Clock, named
@@ -90,7 +91,7 @@ class Trainer(Generic[Batch]):
         skips samples; None: batches are trained as they come."""
         check_optimizer(dense_optimizer, "dense_optimizer")
         self.model, self.dense_optimizer, self.ids = model, dense_optimizer, ids
-        self.device, self.depth = torch.device(device), depth
+        self.device, self.depth = read_device(device), depth
         self.deterministic = deterministic
         self.step = 0  # steps taken so far, over all calls of run()
         self.loss_samples, self.loss_seconds = 0, 0.0  # of mean_loss
