@@ -419,9 +419,9 @@ def test_a_grad_scaler_and_anything_else_with_a_state_go_along(tmp_path: Path) -
 
 def test_what_cannot_be_saved_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     model = Small()
-    with pytest.raises(ValueError, match=r"state\.extra\.a\.0 is a builtins\.object"):
+    with pytest.raises(ValueError, match=r"state\.extra\.a\.0 has the type builtins\.object"):
         hotrow.save_checkpoint(tmp_path, model, step=1, extra={"a": [object()]})
-    with pytest.raises(TypeError, match="loader is a list, which has no state_dict"):
+    with pytest.raises(TypeError, match="loader has the type list, which has no state_dict"):
         hotrow.save_checkpoint(tmp_path, model, step=1, loader=[])
     with model.embedding.accumulate(), pytest.raises(RuntimeError, match="inside of accumulate"):
         hotrow.save_checkpoint(tmp_path, model, step=1)
@@ -438,7 +438,9 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
         with pytest.raises(ValueError, match=rf"Adam has trained, and (?i:{rule})"):
             other.load(tmp_path)
         assert same(other, before)
-    with pytest.raises(ValueError, match="has the parts optimizer, schedule, rows_schedule; given"):
+    with pytest.raises(
+        ValueError, match="with the parts optimizer, schedule, rows_schedule; you passed"
+    ):
         hotrow.load_checkpoint(tmp_path, loop.model, optimizer=loop.optimizer)
     loop.model.last = nn.Linear(6, 2)
     with pytest.raises(ValueError, match=r"last.weight is saved as \[1, 6\], and the model's is"):

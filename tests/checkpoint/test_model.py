@@ -189,9 +189,9 @@ def lead_out(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "number": ("rows/000-00001.safetensors", lambda path: flip(path, -1), "SHA-256 is another"),
-    "header": ("rows/001-00000.safetensors", lambda path: flip(path, 20), "SHA-256 is another"),
-    "dense": ("dense.safetensors", lambda path: flip(path, -1), "SHA-256 is another"),
+    "number": ("rows/000-00001.safetensors", lambda path: flip(path, -1), "SHA-256 differs"),
+    "header": ("rows/001-00000.safetensors", lambda path: flip(path, 20), "SHA-256 differs"),
+    "dense": ("dense.safetensors", lambda path: flip(path, -1), "SHA-256 differs"),
     "cut": ("rows/000-00000.safetensors", cut, "bytes instead of"),
     "gone": ("rows/000-00001.safetensors", Path.unlink, "is missing"),
     "link": ("rows/000-00001.safetensors", lead_out, "leads out of its folder"),
@@ -322,6 +322,8 @@ def test_what_is_no_tensor_is_refused(tmp_path: Path) -> None:
 
         def set_extra_state(self, state: Any) -> None: ...
 
-    with pytest.raises(ValueError, match="_extra_state is a dict, and only tensors are saved"):
+    with pytest.raises(
+        ValueError, match="_extra_state has the type dict, and only tensors are saved"
+    ):
         hotrow.save_model(tmp_path / "model", Strange(2, 2))
     assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from commands import succeeds
-from hotrow.cli.doctor import _device_words, examine
+from hotrow.cli.doctor import _device_words, _named, examine
 
 NO_GPU = SimpleNamespace(is_available=lambda: False)
 
@@ -92,7 +92,9 @@ def test_it_says_why_cuda_cannot_be_used(
     ],
 )
 def test_it_says_whether_rows_leave_in_bulk(reason: str | None, words: str) -> None:
-    assert examine(why_no_writer=lambda: reason)["on_cuda"]["leaving_rows"] == words
+    facts = examine(why_no_writer=lambda: reason)["on_cuda"]
+    assert facts["leaving_rows"] == words
+    assert _named(facts)["evicted rows"] == words
 
 
 @pytest.mark.parametrize(

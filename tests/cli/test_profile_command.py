@@ -37,7 +37,7 @@ def test_people_get_tables(run_file: Path) -> None:
         "Accesses to the 23 hottest rows",
         "does not fit",
         "different rows: a smaller --batch-size, or --slots 97 or more",
-        "Rows of static are chosen by what these batches read, and there from the start",
+        "static holds the rows that these batches read most, from the start",
         "belady",
         "Counted exactly, in 108.3 KiB at most",
     ):

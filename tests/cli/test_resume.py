@@ -147,7 +147,7 @@ def test_a_killed_run_ends_in_the_bits_of_one_that_was_not(
     killed(faults, after=5, settings=settings)
     killed(faults, "--resume", after=11, settings=settings)
     assert [record.step for record in read_steps("runs/small")] == list(range(1, 12))
-    assert "goes on after step 9" in resumed(*settings).stdout
+    assert "continues after step 9" in resumed(*settings).stdout
     assert read_run("runs/small").resumed_after == (3, 9)
     assert_same_end()
     states, others = row_state("small"), row_state("whole")
@@ -159,7 +159,7 @@ def test_a_run_that_was_killed_after_its_last_step_ends(runs: Path) -> None:
     shutil.copytree(runs / "whole", runs / "small")
     Path("runs/small/run.json").unlink()
     shutil.rmtree("runs/small/model")
-    assert f"goes on after step {STEPS}" in resumed().stdout
+    assert f"continues after step {STEPS}" in resumed().stdout
     assert_same_end()
 
 
@@ -308,7 +308,7 @@ def test_a_signal_saves_and_says_how_to_resume(
     result = train("run.toml", settings=settings)
     assert result.exit_code == code, result.output
     message = "checkpoint of step 5 in runs/small/checkpoints/00001-step-5; "
-    assert message + "hotrow train runs/small --resume goes on from it" in result.stdout
+    assert message + "hotrow train runs/small --resume continues from it" in result.stdout
     assert read_run("runs/small").outcome == "interrupted"
     resumed(*settings)
     assert_same_end()
@@ -340,7 +340,7 @@ def test_a_full_disk_loses_a_checkpoint_and_stops_a_run_that_wants_it(faults: Fa
     assert saved_names() == ["00003-step-12", "00004-step-14"]
     error = refused("train", "run.toml", *options("checkpoint.on_error=stop"))
     assert message in error
-    assert "`hotrow train runs/small-2 --resume` goes on from it" in error
+    assert "`hotrow train runs/small-2 --resume` continues from it" in error
 
 
 def test_a_disk_that_is_full_at_the_end_loses_both_and_says_so(faults: Faults) -> None:
@@ -414,7 +414,7 @@ def test_a_missing_latest_is_warned_of(what: str, runs: Path) -> None:
     assert f"{last} is no checkpoint: it has no checkpoint.json" in refused("verify", "small")
     result = resumed()
     assert result.stderr.count(message) == 1
-    assert "goes on after step 3, from" in result.stdout
+    assert "continues after step 3, from" in result.stdout
     assert not resumed().stderr.count(message)  # another is the latest
 
 
@@ -424,7 +424,7 @@ def test_auto_begins_or_resumes(faults: Faults) -> None:
     killed(faults, after=4, settings=settings)
     assert {path.name for path in Path("runs").iterdir()} == {"small", "small-2"}
     result = succeeds("train", "run.toml", *options(*settings))
-    assert "goes on after step 3, from runs/small-2/checkpoints/00001-step-3" in result.stdout
+    assert "continues after step 3, from runs/small-2/checkpoints/00001-step-3" in result.stdout
     result = train("run.toml", "--json", settings=settings)
     assert [event["event"] for event in events(result)] == ["warning"]
 
@@ -438,7 +438,7 @@ def test_without_a_checkpoint_there_is_nothing_to_resume(runs: Path) -> None:
     Path("runs/other").mkdir()
     error = "runs/other has no checkpoint to go on from"
     assert error in refused("train", "other", "--resume")
-    error = "runs/other is the folder of a run; with --resume it goes on"
+    error = "runs/other is the folder of a run; with --resume it continues"
     assert error in refused("train", "runs/other")
     Path("data/shards").mkdir(parents=True)
     error = "--set data.kind=prepared --set data.folder=data does without one"
@@ -452,7 +452,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(runs: Path) -> None:
     result = resumed()
     assert "00002-step-6 cannot be used" in result.stderr
     assert "load another" not in result.stderr
-    assert "goes on after step 3" in result.stdout
+    assert "continues after step 3" in result.stdout
     assert_same_end()
 
 
@@ -461,7 +461,7 @@ def test_settings_come_from_the_newest_checkpoint_that_has_them(runs: Path) -> N
     state.write_text(state.read_text().replace("16", "17", 1))
     result = resumed(run="runs/small")
     assert "00002-step-6 cannot be used" in result.stderr
-    assert "goes on after step 3" in result.stdout
+    assert "continues after step 3" in result.stdout
     for path in CHECKPOINTS.glob("*/state.json"):
         path.write_text("{}")
     error = refused("train", "runs/small", "--resume")
@@ -501,7 +501,7 @@ def test_a_run_knows_its_checkpoints_elsewhere(faults: Faults) -> None:
     error = refused("train", "runs/small", "--resume", *options("checkpoint.folder=third"))
     assert "has checkpoints in runs/small/checkpoints, and none in third/small" in error
     result = resumed(run="runs/small")
-    assert "goes on after step 3, from elsewhere/small/00001-step-3" in result.stdout
+    assert "continues after step 3, from elsewhere/small/00001-step-3" in result.stdout
     verified = succeeds("verify", "small").stdout
     assert "runs/small/checkpoints/00005-step-14: checkpoint" in verified
     assert "has ended" in resumed(*settings).stderr
@@ -566,5 +566,5 @@ def test_missing_records_of_steps_are_warned_of(runs: Path) -> None:
     path = Path("runs/small/steps.jsonl")
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:2]) + '{"step": 3, "lo')
-    assert "has records of 2 steps, and goes on after step 6" in resumed().stderr
+    assert "has records of 2 steps, and continues after step 6" in resumed().stderr
     assert [record.step for record in read_steps("runs/small")] == [1, 2, *range(7, 15)]

@@ -74,6 +74,17 @@ def test_machines_get_all_that_was_tried(run_file: Path) -> None:
     assert found["machine"]["gpu"] == "NVIDIA H200"
 
 
+@pytest.mark.parametrize(
+    ("reach", "title"),
+    [
+        ("0.5", "The smallest budget of each strategy with 50% of all-fast's speed\n"),
+        ("1", "The fastest of each strategy: with fewer slots than rows, none has 100%"),
+    ],
+)
+def test_the_title_says_whether_the_goal_is_reached(run_file: Path, reach: str, title: str) -> None:
+    assert title in succeeds("size", run_file, *FEW, *H200, "--reach", reach).output
+
+
 def test_this_machine_can_be_asked(run_file: Path) -> None:
     output = succeeds("size", run_file, *FEW, "--json").output
     found = json.loads(output)

@@ -202,7 +202,7 @@ def test_a_run_that_was_killed_is_told_how_to_go_on() -> None:
     (saved / "checkpoint.json").touch()
     for name in ("killed", "runs/killed"):
         error = refused("predict", name, "--out", "killed.parquet")
-        assert "killed; `hotrow train runs/killed --resume` goes on with it" in error
+        assert "killed; `hotrow train runs/killed --resume` continues it" in error
     assert "killed" in refused("evaluate", "dlmr")
     shutil.rmtree(run)
 

@@ -153,6 +153,11 @@ MISTAKES: list[tuple[Any, str]] = [
         lambda: build(budget=4000, on_nonfinite="ignore"),
         "on_nonfinite must be one of propagate, error, skip",
     ),
+    (
+        lambda: build(budget=4000, device="gpu"),
+        "^device 'gpu' is not known to torch; did you mean 'cuda'\\?$",
+    ),
+    (lambda: build(budget=4000, device="x:y"), "^device 'x:y' .* use 'cuda' or 'cpu'$"),
     (lambda: build(budget=4000, seed=-1), "seed must be a whole number of at least 0, not -1"),
     (lambda: build(budget=4000, seed=0.5), "seed must be a whole number of at least 0, not 0.5"),
     (lambda: build(budget=4000, seed="1"), "seed must be a whole number of at least 0, not '1'"),
@@ -164,7 +169,7 @@ MISTAKES: list[tuple[Any, str]] = [
     (lambda: ahead_of([IDS], depth="many"), "depth must be a whole number .* 'auto', not 'many'"),
     (lambda: ahead_of([(torch.ones(8, 3), IDS, torch.ones(8))]), ASKS_FOR_IDS),
     (lambda: ahead_of([[IDS, torch.ones(8).long()]]), ASKS_FOR_IDS),
-    (lambda: ahead_of([{"ids": IDS}]), ASKS_FOR_IDS),
+    (lambda: ahead_of([{"ids": IDS}]), r"KeyedJaggedTensor\.of.*" + ASKS_FOR_IDS),
     (
         lambda: ahead_of([IDS], Towers("a"), ids=lambda b: {"b": b}),
         r"a dict with 'b' lacks the collection 'a', .* only one; .* a dict \{'a': ids\}",
@@ -175,7 +180,7 @@ MISTAKES: list[tuple[Any, str]] = [
     ),
     (
         lambda: ahead_of([IDS], ids=lambda b: {"b": b}),
-        "a dict with 'b' is not ids; the model is one collection",
+        r"a dict with 'b' is not ids; the model is one collection: .*KeyedJaggedTensor\.of",
     ),
     (lambda: collection().rows("typo"), "no table 'typo'; there are a, b"),
     (lambda: collection().weights("typo"), "no table 'typo'; there are a, b"),

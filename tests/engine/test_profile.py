@@ -184,7 +184,7 @@ def test_a_damaged_profile_is_refused(tmp_path: Path) -> None:
     counts, manifest = tmp_path / "counts.bin", tmp_path / "profile.json"
     text, whole = manifest.read_text(), counts.read_bytes()
     counts.write_bytes(whole[:-1] + b"\x01")
-    with pytest.raises(ValueError, match="its SHA-256 is another; profile the data again"):
+    with pytest.raises(ValueError, match="its SHA-256 differs; profile the data again"):
         hotrow.load_profile(tmp_path)
     counts.write_bytes(whole)
     for old, new, message in (

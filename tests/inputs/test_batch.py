@@ -455,7 +455,10 @@ BAD_TYPES: dict[str, tuple[Any, str]] = {
     ),
     "lists for tensors": (([0, 0, 0], [0, 1, 2, 3]), "indices must be a tensor, got list"),
     "a list of offsets": ((ids, [0, 1, 2, 3]), "offsets must be a tensor, got list"),
-    "a dict": ({"f": ids}, "ids must be .* such as hotrow.KeyedJaggedTensor; got dict"),
+    "a dict": (
+        {"f": ids},
+        r"ids must not be a dict; hotrow\.KeyedJaggedTensor\.of\(\.\.\.\) joins ids by feature",
+    ),
     "an array": (ids.numpy(), "ids must be .*; got ndarray"),
     "nothing": (None, "ids must be .*; got NoneType"),
     "a tuple of one": ((ids,), "ids must be .*; got tuple"),
@@ -543,7 +546,10 @@ def test_a_bad_table_is_refused(settings: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ([Table("a", 4, 2, ["f"]), Table("a", 4, 3, ["g"])], "table 'a' is named twice"),
+        (
+            [Table("a", 4, 2, ["f"]), Table("a", 4, 3, ["g"])],
+            "table 'a' is named twice; table names must be unique",
+        ),
         ([Table("a", 4, 2, ["f"]), Table("b", 4, 3, ["f"])], "feature 'f' is named twice"),
         ([Table("a", 4, 2, ["f", "f"])], "feature 'f' is named twice"),
         ([], "a collection needs at least one table"),

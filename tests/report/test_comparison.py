@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from io import StringIO
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -23,6 +24,13 @@ def advice(*strategies: Figures, device: str = "cuda", outcome: str = "finished"
 
 ALL_FAST = figures("all-fast", 6000, is_within_budget=False, fast_bytes=40 << 20)
 HYBRID = figures("hybrid", 1000, contract="exact up to rounding")
+
+
+def repeated(strategy: str, rate: float, slow: float, fast: float, **others: Any) -> Figures:
+    """Return figures of three repetitions, with steps whose speeds differ more than these."""
+    steps = {"slow_samples_per_second": rate / 2, "fast_samples_per_second": 2 * rate}
+    runs = {"slow_run": slow, "fast_run": fast, "repetitions": 3}
+    return figures(strategy, rate, **steps, **runs, **others)
 
 
 LOOKAHEAD, LRU = figures("lookahead", 5000, auc=0.75), figures("lru", 3000)
@@ -44,6 +52,16 @@ NAN = float("nan")
             (ALL_FAST, figures("lru", 4900), LOOKAHEAD, figures("static", 10)),
             {},
             "Differences to lru are within the spread",
+        ),
+        (  # repetitions differ clearly, steps of one run vary more
+            (
+                repeated("all-fast", 13_400, 10_920, 14_161, is_within_budget=False),
+                repeated("lru", 8_000, 7_928, 8_460),
+                repeated("static", 7_950, 7_900, 8_000),
+                repeated("lookahead", 8_020, 8_010, 8_030),
+            ),
+            {},
+            r"Differences to lru are within the spread\. all-fast is 1.67 times as fast, with ",
         ),
         (
             (FAE, LOOKAHEAD),

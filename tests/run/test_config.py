@@ -32,7 +32,8 @@ def test_the_built_in_job_compares_bits_if_the_strategy_is_exact(strategy: str) 
 @pytest.mark.parametrize("device", ["gpu", "mps", "cuda:", "cuda:x", "cuda:-1", ""])
 def test_an_unknown_device_is_refused(device: str) -> None:
     message = f'device must be "cpu", "cuda" or "cuda:1", not {device!r}'
-    assert message in refused(None, f"run.device={device}")
+    message += '; did you mean "cuda"?' if device == "gpu" else ""
+    assert refused(None, f"run.device={device}").endswith(message)
 
 
 def test_an_empty_file_gives_the_defaults(file: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -94,7 +95,14 @@ def test_a_few_batches_in_chunks_are_not_the_limit() -> None:
     assert (limit.part, limit.share) == ("dense part", pytest.approx(0.35))
     assert "batches in chunks 5%" in limit.message
     # Planning, moving and chunks are what all-fast would save.
-    assert limit.message.endswith("it would be 2.2 times as fast at most")
+    assert limit.message.endswith("it would be about 2.2 times as fast")
+
+
+def test_a_measured_all_fast_replaces_the_estimate() -> None:
+    all_fast = replace(times(0.1, 0.0, 0.0), steps=50, seconds=0.25)
+    limit = limit_of(times(0.1, 0.2, 0.1), device="cpu", all_fast=all_fast)
+    assert limit is not None
+    assert limit.message.endswith("With every row in fast memory it was 2.0 times as fast")
 
 
 def test_without_measurements_there_is_no_limit() -> None:

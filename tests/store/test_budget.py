@@ -331,7 +331,7 @@ def test_pinned_rows_that_are_in_the_way_are_named() -> None:
 
 
 def test_slots_given_by_hand_get_advice_in_slots() -> None:
-    with pytest.warns(UserWarning, match=r"right but slow\. 100 slots would hold it$") as caught:
+    with pytest.warns(UserWarning, match=r"correct but slow\. 100 slots would hold it$") as caught:
         by_hand(80, 32, "lru")(torch.arange(100).unsqueeze(1))
     assert caught[0].filename == __file__
     embedding = by_hand(100, 200, "lookahead")  # a larger batch in flight counts

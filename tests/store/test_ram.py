@@ -151,6 +151,7 @@ def test_rows_are_read_in_the_order_asked_and_written_to_their_places() -> None:
 # -- memory ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_making_a_large_store_takes_no_second_copy() -> None:
     script = """
     import torch

@@ -135,6 +135,7 @@ def test_memory_stays_until_the_job_is_done_and_goes_then() -> None:
     assert [each() for each in gone] == [None] * 8
 
 
+@pytest.mark.slow
 def test_neither_a_child_nor_the_end_of_a_program_waits_for_ever() -> None:
     """What is taken down after the last line still has its writer."""
     script = """

@@ -267,7 +267,7 @@ def test_tables_too_large_to_track_have_no_bound(most: int) -> None:
     names = [line["strategy"] for line in facts]
     assert names == (["lru"] if most == 464 else ["lru", "belady"])
     assert (facts[0]["fits_from_slots"] is None) == (most == 464)
-    assert ("Batches fit" in conditions) == (most > 464)
+    assert ("Slots needed" in conditions) == (most > 464)
 
 
 def test_rows_that_do_not_leave_take_no_time() -> None:

@@ -145,8 +145,8 @@ class Checkpoint:
                 raise ValueError(f"{table.key} is saved with state {table.state}, not {state}")
         if self.state["parts"].keys() != parts.keys():
             raise ValueError(
-                f"{self.folder} has the parts {few(self.state['parts']) or 'none'}; given are "
-                f"{few(parts) or 'none'}"
+                f"{self.folder} was saved with the parts {few(self.state['parts']) or 'none'}; "
+                f"you passed {few(parts) or 'none'}"
             )
 
     def load(self, model: nn.Module, parts: Mapping[str, Any], *, random: bool = True) -> None:

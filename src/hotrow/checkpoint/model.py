@@ -49,7 +49,9 @@ def save_model(folder: str | Path, model: nn.Module) -> None:
     """
     folder = Path(folder)
     if (folder / MODEL_FILE).exists():
-        raise ValueError(f"{folder} holds a model already, and none is replaced: save to another")
+        raise ValueError(
+            f"{folder} holds a model already, which is not replaced; save to another folder"
+        )
     names: list[str] = []
     try:
         _write(Disk(folder), names, model)

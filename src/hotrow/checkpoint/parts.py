@@ -73,8 +73,8 @@ def dense_state(model: nn.Module) -> dict[str, Tensor]:
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise ValueError(
-                f"{name} is a {type(value).__name__}, and only tensors are saved; take it out of "
-                "the module's extra state"
+                f"{name} has the type {type(value).__name__}, and only tensors are saved; take "
+                "it out of the module's extra state"
             )
     return dict(state)
 
@@ -163,8 +163,8 @@ def pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
             ]
         }
     raise ValueError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which is not saved: "
-        "numbers, text, tensors, lists and tables of them are"
+        f"{where} has the type {type(value).__module__}.{type(value).__qualname__}, which is not "
+        "saved: numbers, text, tensors, lists and tables of them are"
     )
 
 

@@ -482,7 +482,7 @@ def _state(model: nn.Module, parts: dict[str, Any], extra: Any) -> dict[str, Any
     for name, part in parts.items():
         if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
             raise TypeError(
-                f"{name} is a {type(part).__name__}, which has no state_dict() and "
+                f"{name} has the type {type(part).__name__}, which has no state_dict() and "
                 "load_state_dict(); plain values go into extra="
             )
     rows = {name: each.optimizer.settings_dict() for name, each in collections_of(model).items()}

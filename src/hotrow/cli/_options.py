@@ -13,7 +13,7 @@ import typer
 from hotrow.report.charts import library
 
 RunFile = Annotated[
-    Path | None, typer.Argument(help="TOML file of the run; without it a built-in job runs.")
+    Path | None, typer.Argument(help="TOML file of the run; without it, the built-in job.")
 ]
 Settings = Annotated[
     list[str] | None,

@@ -113,7 +113,7 @@ class Screen:
         if event == "differs":
             self._console.print(f"[red]not equal to all-fast:[/] {few(facts['what'])}")
         elif event == "resumed":
-            text = f"goes on after step {facts['step']:,}, from {facts['checkpoint']}"
+            text = f"continues after step {facts['step']:,}, from {facts['checkpoint']}"
             self._console.print(text, soft_wrap=True)
 
     def end(self, result: Result) -> None:
@@ -121,9 +121,9 @@ class Screen:
         if record.memory != self._memory:  # the plans of a GPU grow with the batches
             self._show_memory(record.memory)
         show_parts([facts_table(summary_facts(record))], self._console)
-        goes_on = f"; hotrow train {folder} --resume goes on from it"
+        how_to_continue = f"; hotrow train {folder} --resume continues from it"
         where = "" if saved is None else f"checkpoint of step {saved.step:,} in {saved.folder}"
-        where += goes_on if where and record.outcome != "finished" else ""
+        where += how_to_continue if where and record.outcome != "finished" else ""
         if self._quiet:
             if where and record.outcome == "interrupted":
                 typer.echo(where, err=True)

@@ -167,6 +167,7 @@ def _cgroup_limit() -> int | None:
     return None
 
 
+_LABELS = {"leaving_rows": "evicted rows"}
 _NONE = {
     "triton": "not installed",
     "cuda_devices": "none",
@@ -179,7 +180,7 @@ _NONE = {
 
 def _named(facts: Mapping[str, Any]) -> dict[str, str]:
     return {
-        key.removesuffix("_bytes").replace("_", " "): _words(key, value)
+        _LABELS.get(key, key.removesuffix("_bytes").replace("_", " ")): _words(key, value)
         for key, value in facts.items()
     }
 

@@ -47,10 +47,10 @@ def evaluate(
     - normalised entropy: log-loss over that of always saying the share of clicks; below 1 is
       better than knowing nothing
 
-    `data.eval_batches` of the run holds for test and validation, too; without it, and of train, all
-    samples count. Another folder must have been prepared into the same rows; differences are named.
-    Generated clicks are drawn batch by batch, so that another `data.batch_size` makes others of
-    them.
+    The run's `data.eval_batches` limits the test and validation splits here, too; the train split
+    is read in full. Another folder must have been prepared into the same rows; differences are
+    named. Generated clicks are drawn batch by batch: another `data.batch_size` draws different
+    samples.
     """
     with one_line_warnings(JsonLines().warn if as_json else warn_people):
         job = open_trained(run, runs=runs, data=data, overrides=settings or ())

@@ -90,7 +90,8 @@ def simulate(
     cause at most one, so `uncached` has hits, too. Rows that are pinned before any lookup are not
     counted. Batches whose rows do not fit the slots together are chunked: their rows pass in parts,
     and none stays; no step is predicted for them. `belady` is the least that is possible if all
-    batches are known; only rows that `--pin ranks` pins before the first one may save more.
+    batches are known. With `--pin ranks` a strategy may fetch fewer, because rows that are pinned
+    before the first batch are not counted.
 
     Moved are the bytes of a batch's rows that are fetched, and of those that are written back.
 

@@ -145,7 +145,7 @@ def _what_to_train(
         if folder is not None and not is_data(folder):  # for data, `load` says what to do
             if resume:
                 return settings_of(folder, settings), folder
-            raise ValueError(f"{folder} is the folder of a run; with --resume it goes on")
+            raise ValueError(f"{folder} is the folder of a run; with --resume it continues")
     config = load(file, overrides=settings)
     if not resume and config.checkpoint.resume == "never":
         return config, None

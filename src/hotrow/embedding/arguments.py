@@ -60,8 +60,18 @@ def drawn_seed() -> int:
     return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
-def usable_device(device: torch.device) -> torch.device:
+def read_device(device: str | torch.device) -> torch.device:
+    """Return a device by its name; torch's own error has no remedy and takes several lines."""
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        hint = "did you mean 'cuda'?" if str(device).startswith("gpu") else "use 'cuda' or 'cpu'"
+        raise ValueError(f"device {device!r} is not known to torch; {hint}") from None
+
+
+def usable_device(device: str | torch.device) -> torch.device:
     """Return the device with its number; raise if rows cannot live there."""
+    device = read_device(device)
     if device.type == "cpu":
         return device
     if device.type != "cuda":

@@ -87,7 +87,7 @@ class EmbeddingBagCollection(nn.Module):
         _leave_out_of_graphs()
         _hear_of_freezing()
         dense_steps.watch()
-        self.device = usable_device(torch.device(device))
+        self.device = usable_device(device)
         self.seed = drawn_seed() if seed is None else plain(seed)
         check_arguments(self.seed, optimizer, on_nonfinite, output_dtype, fill)
         self.tables = listed_tables(tables)

@@ -136,9 +136,9 @@ def _warn_of_dropped(loader: Iterator[Any]) -> None:
         if count:
             warn(
                 "an earlier hotrow.ahead over this iterator was left early and has dropped "
-                f"{many(count, 'batch', 'batches')} that it had read ahead; this loop goes on "
-                "behind them. Use one hotrow.ahead for the whole iterator and take batches "
-                "from it with next(), or read none ahead with depth=0"
+                f"{many(count, 'batch', 'batches')} that it had read ahead; this loop "
+                "continues after them. Use one hotrow.ahead for the whole iterator and take "
+                "batches from it with next(), or read none ahead with depth=0"
             )
 
 
@@ -434,11 +434,15 @@ def features_of(features: Any, name: str, collections: Mapping[str, EmbeddingBag
     if name not in features:
         given = f"a dict with {few(map(repr, features))}"
         if not name:
-            raise TypeError(f"{given} is not ids; the model is one collection: give its ids alone")
+            raise TypeError(
+                f"{given} is not ids; the model is one collection: give its ids alone, joined by "
+                "hotrow.KeyedJaggedTensor.of(...) where they are separate features"
+            )
         if len(collections) == 1:
             raise ValueError(
                 f"{given} lacks the collection {name!r}, which is the model's only one; give its "
-                f"ids alone, or a dict {{{name!r}: ids}}"
+                f"ids alone, or a dict {{{name!r}: ids}}; hotrow.KeyedJaggedTensor.of(...) joins "
+                "ids of separate features"
             )
         raise ValueError(
             f"ids= gave {given}, which lacks the collection {name!r}; the model's collections are "

@@ -89,7 +89,7 @@ class Overflow:
         warn(
             f"a batch of {ids.numel():,} different rows does not fit the {num_slots:,} "
             f"slots of width {self._dim} beside those in flight; it passes through in chunks, "
-            f"which is right but slow. {advice}"
+            f"which is correct but slow. {advice}"
         )
 
     def remedy(self, batches: str, num_slots: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -197,6 +198,11 @@ def parse(features: Any, columns: tuple[str, ...], device: torch.device | None) 
         keys = tuple(features.keys())
         refuse_repeated_keys(keys)
         return _parse_jagged(keys, *parts_of(features), columns, device)
+    if isinstance(features, Mapping):
+        raise TypeError(
+            f"ids must not be a {type(features).__name__}; hotrow.KeyedJaggedTensor.of(...) joins "
+            f"ids by feature ({few(columns)})"
+        )
     raise TypeError(
         "ids must be an int64 tensor [batch, features], a tuple (indices, offsets) or "
         "(indices, offsets, weights), or an object with keys(), values() and offsets() "

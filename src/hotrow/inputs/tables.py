@@ -228,5 +228,5 @@ def _refuse_repeats(kind: str, names: Sequence[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise ValueError(f"{kind} {name!r} is named twice; every {kind} belongs to one place")
+            raise ValueError(f"{kind} {name!r} is named twice; {kind} names must be unique")
         seen.add(name)

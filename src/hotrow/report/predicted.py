@@ -115,12 +115,23 @@ def size_document(record: SizeRecord) -> Document:
             Text(advice(record), "advice"),
             Text(_conditions(record), "faint"),
             Bullets(record.notes),
-            Section("Of each strategy, the smallest that is enough", [best]),
+            Section(_title(record), [best]),
             Section("By budget", [Charts([_speeds(record), _moved(record), _parts(record)])]),
             Section("All that was tried", [tried], is_folded=True),
         ],
         facts=[record],
     )
+
+
+def _title(record: SizeRecord) -> str:
+    """Return the title of the best option of each strategy."""
+    goal = f"{record.reach:.0%} of all-fast's speed"
+    reaches = [option.reaches for option in record.best if option.strategy != "all-fast"]
+    if all(reaches):
+        return f"The smallest budget of each strategy with {goal}"
+    if any(reaches):
+        return f"The smallest budget of each strategy with {goal}, or else its fastest"
+    return f"The fastest of each strategy: with fewer slots than rows, none has {goal}"
 
 
 def advice(record: SizeRecord) -> str:

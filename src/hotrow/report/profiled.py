@@ -120,8 +120,8 @@ def _fast_memory(facts: Mapping[str, Any]) -> Iterator[Part]:
             f"{floor} or more, will fit"
         )
     yield Text(
-        "Rows of static are chosen by what these batches read, and there from the start: their "
-        "first fetches do not count, as those of lru and belady do, so that it may fetch fewer",
+        "static holds the rows that these batches read most, from the start. Loading them is not "
+        "counted, while the first fetches of lru and belady are, so static may fetch fewer rows",
         "faint",
     )
 
@@ -144,8 +144,8 @@ def _misses(facts: Mapping[str, Any]) -> Chart:
     return Chart(
         "Rows fetched for a batch", "slots", "rows", tuple(lines),
         f"Of {facts['total']['unique_rows']:,.0f} different ones, in the last "
-        f"{first['batches']:,} batches. What is missing does not fit, or is not known of a "
-        "sample.",
+        f"{first['batches']:,} batches. There is no point where a batch does not fit the slots, or "
+        "where a sample of the rows cannot tell.",
         from_zero=True, x_log=True, cell=",.0f", gaps=gaps,
     )  # fmt: skip
 

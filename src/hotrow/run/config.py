@@ -98,7 +98,8 @@ class RunSection:
         _at_least(1, threads=self.threads)
         # Whether the device exists is checked when the run is built: files are read anywhere.
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
-            raise ValueError(f'device must be "cpu", "cuda" or "cuda:1", not {self.device!r}')
+            hint = '; did you mean "cuda"?' if self.device.startswith("gpu") else ""
+            raise ValueError(f'device must be "cpu", "cuda" or "cuda:1", not {self.device!r}{hint}')
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ def with_budget(config: RunConfig, samples: Samples) -> RunConfig:
         strategy = STRATEGIES["lookahead"]  # for the strategies it is compared with
     groups = group_by_width(tables_of(config, samples))
     row_bytes = [config.row_bytes]  # the same for all tables
-    device = usable_device(torch.device(config.run.device))
+    device = usable_device(config.run.device)
     share = partial(
         share_out,
         row_bytes=row_bytes,

@@ -106,7 +106,7 @@ def _refuse_unended(folder: Path) -> None:
         + (
             ", and has no checkpoint to go on from: train it again"
             if latest_in(folder / IN_RUN) is None
-            else f"; `hotrow train {folder} --resume` goes on with it"
+            else f"; `hotrow train {folder} --resume` continues it"
         )
     )
 

@@ -235,7 +235,7 @@ def _tally(run: Path, step: int, warn: Callable[[str], None]) -> Tally:
     except (OSError, ValueError) as error:
         warn(f"the records of steps in {run} cannot be read: {error}")
     if tally.steps != step:
-        warn(f"{run} has records of {tally.steps:,} steps, and goes on after step {step:,}")
+        warn(f"{run} has records of {tally.steps:,} steps, and continues after step {step:,}")
     return tally
 
 

@@ -37,7 +37,7 @@ from hotrow.run.resume import Begun, has_ended, resume
 from hotrow.run.saving import Saved, Saving, not_finite
 from hotrow.run.tally import Tally, limit_of
 from hotrow.run.tracing import ChromeTrace, Traced
-from hotrow.support.records import EvalRecord, Limit, RunRecord, StartRecord, TableRecord
+from hotrow.support.records import EvalRecord, Limit, RunRecord, StartRecord, TableRecord, Times
 from hotrow.support.units import show_bytes
 
 Advance = Callable[[Tally], None]
@@ -181,6 +181,7 @@ class Session:
         )
         self._outcome = "failed"
         self._is_equal: bool | None = None
+        self._all_fast: Times | None = None  # of the steps that `_is_equal` compares
         self._model: Path | None = None
         self._unsaved: list[str] = []
 
@@ -312,7 +313,7 @@ class Session:
         if last is not None:
             message += (
                 f"; `hotrow train {self._run.folder} --resume --set checkpoint.strict=false` "
-                f"with such settings goes on after step {last.step:,}"
+                f"with such settings continues after step {last.step:,}"
             )
         self._observer.warn(message)
 
@@ -340,6 +341,7 @@ class Session:
                 if tally.steps == len(losses):
                     break
         tally.finish()
+        self._all_fast = tally.times()
         # As text, in which NaN equals NaN and floats have all digits.
         unequal = [] if repr(losses) == repr(tally.losses) else ["losses"]
         unequal += differences(self._job, reference)
@@ -385,7 +387,12 @@ class Session:
 
     def _limit(self) -> Limit | None:
         remedy = self._job.embedding.remedy_for_chunks()
-        return limit_of(self._tally.times(), device=self._config.run.device, remedy=remedy)
+        return limit_of(
+            self._tally.times(),
+            device=self._config.run.device,
+            remedy=remedy,
+            all_fast=self._all_fast,
+        )
 
 
 def _how_to_resume(error: Exception, folder: Path, saved: Saved) -> str:
@@ -396,7 +403,7 @@ def _how_to_resume(error: Exception, folder: Path, saved: Saved) -> str:
             return f"{text}, and there is none of step {error.since:,} or before: train anew"
         return (
             f"{text}: `latest` beside it names {before.name} again, from which "
-            f"`hotrow train {folder} --resume` goes on"
+            f"`hotrow train {folder} --resume` continues"
         )
     text = _whole(folder, saved)
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -407,7 +414,7 @@ def _how_to_resume(error: Exception, folder: Path, saved: Saved) -> str:
 def _whole(folder: Path, saved: Saved) -> str:
     return (
         f"the checkpoint of step {saved.step:,} is whole, in {saved.folder}; "
-        f"`hotrow train {folder} --resume` goes on from it"
+        f"`hotrow train {folder} --resume` continues from it"
     )
 
 

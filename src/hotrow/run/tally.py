@@ -145,15 +145,18 @@ _ADVICE = {
 }
 
 
-def limit_of(times: Times | None, *, device: str, remedy: str = "") -> Limit | None:
+def limit_of(
+    times: Times | None, *, device: str, remedy: str = "", all_fast: Times | None = None
+) -> Limit | None:
     """Return what limits a run; None: too little was measured. `remedy` says which budget would
-    hold the batches that were trained in chunks, if there were any."""
+    hold the batches that were trained in chunks, if there were any. `all_fast`: times of the same
+    steps with every row in fast memory, if they were measured."""
     if times is None or times.seconds <= 0:
         return None
-    return _on_cpu(times, remedy) if device == "cpu" else _on_gpu(times, remedy)
+    return _on_cpu(times, remedy, all_fast) if device == "cpu" else _on_gpu(times, remedy)
 
 
-def _on_cpu(times: Times, remedy: str) -> Limit:
+def _on_cpu(times: Times, remedy: str, all_fast: Times | None) -> Limit:
     """On a CPU parts run one after the other: the largest one limits."""
     shares = {
         "loader": times.read_seconds / times.seconds,
@@ -167,10 +170,15 @@ def _on_cpu(times: Times, remedy: str) -> Limit:
         f"of a step, training took {shares['dense part']:.0%}, planning {shares['planning']:.0%}, "
         f"moving rows {shares['link']:.0%}, reading batches {shares['loader']:.0%}{in_chunks}"
     )
-    most = 1 / (1 - shares["planning"] - shares["link"] - shares["chunks"])
+    if all_fast is not None and all_fast.seconds > 0:
+        faster = times.seconds / times.steps * all_fast.steps / all_fast.seconds
+        gain = f"it was {faster:.1f} times as fast"
+    else:
+        faster = 1 / (1 - shares["planning"] - shares["link"] - shares["chunks"])
+        gain = f"it would be about {faster:.1f} times as fast"
     advice = _ADVICE | {
         "chunks": remedy,
-        "dense part": f"With every row in fast memory it would be {most:.1f} times as fast at most",
+        "dense part": f"With every row in fast memory {gain}",
     }
     if remedy and shares["chunks"] >= _CHUNKS:
         # Planning and moving rows for chunks is in vain.

@@ -155,7 +155,7 @@ class Comparison:
         """`warm_up`: first steps of each repetition that are not timed, by default a tenth.
         `most_kept`: bytes of batches that may stay in memory. `spare_bytes`: of the disk, which
         all-fast's rows leave free."""
-        usable_device(torch.device(config.run.device))  # raises if it is not
+        usable_device(config.run.device)  # raises if it is not
         samples = open_data(config)
         config = with_budget(config, samples)
         self.config, self.entries = config, list(entries)

@@ -150,7 +150,7 @@ def _conditions(
         for name, slots in floors.items():
             named.setdefault(slots, []).append(name)
         parts = (f"{slots:,} for {', '.join(names)}" for slots, names in sorted(named.items()))
-        text += f". Batches fit, with those in flight, from so many slots on: {'; '.join(parts)}"
+        text += f". Slots needed to hold the batches in flight: {'; '.join(parts)}"
     return text
 
 

@@ -71,7 +71,7 @@ def machine_of(name: str, config: RunConfig) -> Machine:
     """Return the machine of a name; "this" one is measured, with the run's device."""
     if name != THIS:
         return find_machine(name)
-    return measure(usable_device(torch.device(config.run.device)))
+    return measure(usable_device(config.run.device))
 
 
 def planning_ms_of(simulated: Simulated, machine: Machine) -> float:

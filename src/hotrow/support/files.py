@@ -175,5 +175,5 @@ def why_wrong(folder: Path, record: FileRecord, *, contents: bool) -> str | None
     if size != record.bytes:
         return f"{path} has {size:,} bytes instead of {record.bytes:,}"
     if contents and checksum(path) != record.sha256:
-        return f"{path} has changed since it was written: its SHA-256 is another"
+        return f"{path} has changed since it was written: its SHA-256 differs"
     return None

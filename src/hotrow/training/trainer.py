@@ -91,8 +91,8 @@ class Trainer(Generic[Batch]):
         skips samples; None: batches are trained as they come."""
         check_optimizer(dense_optimizer, "dense_optimizer")
         self.model, self.dense_optimizer, self.ids = model, dense_optimizer, ids
+        usable_device(device)  # raises where it cannot be used
         self.device, self.depth = torch.device(device), depth
-        usable_device(self.device)
         self.deterministic = deterministic
         self.step = 0  # steps taken so far, over all calls of run()
         self.loss_samples, self.loss_seconds = 0, 0.0  # of mean_loss

@@ -146,6 +146,7 @@ def test_with_threads_of_their_own_they_do_too(victims: str) -> None:
     assert found.same_bits(all_fast("one-hot", "adam"))
 
 
+@pytest.mark.slow
 def test_rows_of_several_batches_go_together() -> None:
     steps = 14
     embedding = tight(roomier=2.0, steps=steps, writer=LateWriter())
@@ -180,7 +181,8 @@ def test_a_row_that_the_store_does_not_have_is_an_error() -> None:
         train(embedding, ONE_HOT.batches(STEPS), depth=3)
 
 
-@pytest.mark.parametrize("stop", [pytest.param(4, marks=pytest.mark.slow), 6])
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [4, 6])
 def test_a_loop_after_one_that_was_left_finds_every_row(stop: int) -> None:
     """The batches that were known ahead do not come: others do."""
     batches, weights = ONE_HOT.batches(12), []

@@ -121,7 +121,7 @@ def all_fast(batches: list[Any], **options: Any) -> Outcome:
     return train(build(None, strategy="all-fast", **options), batches)
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["many-lookups", "adam", "jagged", "staged", "two-widths", BULK])
 def test_fewer_slots_give_the_bits_of_all_fast(shape: str) -> None:
     options = dict(SHAPES[shape])
@@ -222,6 +222,7 @@ def test_what_was_reserved_is_what_there_will_be() -> None:
         assert (each.num_slots, each.memory()) == (slots, memory)
 
 
+@pytest.mark.slow
 def test_more_than_was_reserved_is_counted_when_it_comes() -> None:
     embedding = build()
     embedding.reserve(10, {"f0": 2})
@@ -298,6 +299,7 @@ def test_plans_have_room_for_as_many_rows_as_batches_have() -> None:
     assert few.num_slots > many.num_slots
 
 
+@pytest.mark.slow
 def test_a_batch_with_more_rows_than_plans_have_room_for_is_planned_again() -> None:
     batches = [*repeated(60, 8, 4), *repeated(60, 60, 2, seed=1), *repeated(60, 8, 4, seed=2)]
     embedding = build("60%")

@@ -147,6 +147,7 @@ def _not_of(store: int, kernel: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+@pytest.mark.slow
 def test_batches_planned_again_do_not_count_on_being_held() -> None:
     """A row that one of them makes leave may be fetched by the next one.
 

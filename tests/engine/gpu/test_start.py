@@ -89,6 +89,7 @@ def test_rows_that_were_not_written_are_not_read(device: str) -> None:
     assert same(rows_of(embedding), rows_of(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_that_were_loaded_are_read(device: str) -> None:
     embedding, expected = collection(device), collection(device, strategy="all-fast", budget=None)

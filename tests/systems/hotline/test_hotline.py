@@ -742,6 +742,7 @@ class Eager:
         self._berth.loss.copy_(self._captured._loss)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, its graphs are tested")
 @pytest.mark.usefixtures("device_rows")
 def test_a_captured_step_in_two_phases_gives_the_bits_of_an_eager_one(
