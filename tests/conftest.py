@@ -3,6 +3,7 @@ fixed seed, and poisoned new memory."""
 
 import gc
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,10 @@ from torch import Tensor
 if not torch.cuda.is_available():
     # Triton reads this once, when it is first imported; no test module has been loaded yet.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts jobs in the background so, and tests that press Ctrl-C would fail.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores: more threads than cores makes small operations many times slower.
