@@ -11,6 +11,7 @@ from torch import Tensor
 from hotrow.inputs.tables import EmbeddingBagConfig
 from hotrow.kernels.rules import RowRule
 
+UPDATES = ("backward", "step")
 ON_NONFINITE = ("propagate", "error", "skip")
 # How a GPU moves rows: it reads and writes them itself; leaving rows take the copy engine and the
 # CPU; or rows take these in both directions. "auto" measures.
@@ -32,7 +33,13 @@ def listed_tables(tables: Any) -> tuple[EmbeddingBagConfig, ...]:
 
 
 def check_arguments(
-    seed: object, optimizer: object, on_nonfinite: str, output_dtype: torch.dtype, fill: str
+    seed: object,
+    optimizer: object,
+    on_nonfinite: str,
+    output_dtype: torch.dtype,
+    fill: str,
+    update: str,
+    idle: object,
 ) -> None:
     if output_dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(
@@ -40,7 +47,9 @@ def check_arguments(
         )
     if not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed must be a whole number of at least 0, not {seed!r}")
-    if not isinstance(optimizer, RowRule):
+    if idle not in (None, "frozen"):
+        raise ValueError(f"idle must be 'frozen' or None, not {idle!r}")
+    if not isinstance(optimizer, RowRule) and (update != "step" or optimizer is not None):
         is_class = isinstance(optimizer, type)
         kind = optimizer if isinstance(optimizer, type) else type(optimizer)
         raise TypeError(
@@ -50,6 +59,7 @@ def check_arguments(
     for name, value, allowed in (
         ("on_nonfinite", on_nonfinite, ON_NONFINITE),
         ("fill", fill, FILLS),
+        ("update", update, UPDATES),
     ):
         if value not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")

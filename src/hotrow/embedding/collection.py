@@ -30,15 +30,17 @@ from hotrow.embedding.optimizer import RowOptimizer
 from hotrow.embedding.pins import Pins
 from hotrow.embedding.pipeline import Pipeline
 from hotrow.embedding.row_access import RowAccess
-from hotrow.embedding.row_groups import Engine, Group, GroupBuilder, engine_for
+from hotrow.embedding.row_groups import Engine, Group, build_rows, engine_for
+from hotrow.embedding.stand_ins import StandIns
 from hotrow.embedding.step import Lookup, PendingStep, by_feature
+from hotrow.embedding.torch_steps import TorchSteps
 from hotrow.engine.profile import Profile, check_profile
 from hotrow.engine.rows import cpu_rows
 from hotrow.engine.strategy import STRATEGIES, Strategy, find_strategy
 from hotrow.inputs.batch import Batch, count_ids, lookups_of, parse, raw_weights, weights_of
 from hotrow.inputs.hotset import HotSet
 from hotrow.inputs.tables import EmbeddingBagConfig, feature_order
-from hotrow.kernels.rules import RowRule
+from hotrow.kernels.rules import SGD, RowRule
 from hotrow.store.budget import Budget
 from hotrow.store.traffic import Traffic
 from hotrow.support.numbers import plain
@@ -62,6 +64,12 @@ class EmbeddingBagCollection(nn.Module):
     torch's default generator, so `torch.manual_seed` fixes it and two collections differ;
     `embedding.seed` has it. `engine` is for tests: the class of row groups, by default chosen by
     device and strategy.
+
+    With `update="step"` rows are updated when a torch optimizer steps, and everything between
+    `backward()` and that step works as for any parameter: `embedding.parameters()` has a small
+    stand-in for each table, so give those to the optimizer. `optimizer` may then be None: rows
+    take the rule of the torch optimizer. With `idle="frozen"` rows that no batch has looked up
+    rest where torch would move them (Adam, weight decay).
     """
 
     _prefix = "embedding_bags"
@@ -69,9 +77,11 @@ class EmbeddingBagCollection(nn.Module):
     def __init__(
         self,
         tables: Sequence[EmbeddingBagConfig],
-        optimizer: RowRule,
+        optimizer: RowRule | None,
         budget: str | float | Budget | None = None,
         *,
+        update: str = "backward",
+        idle: str | None = None,
         strategy: str | Strategy = "lookahead",
         device: str | torch.device = "cpu",
         seed: int | None = None,
@@ -89,8 +99,8 @@ class EmbeddingBagCollection(nn.Module):
         dense_steps.watch()
         self.device = usable_device(device)
         self.seed = drawn_seed() if seed is None else plain(seed)
-        check_arguments(self.seed, optimizer, on_nonfinite, output_dtype, fill)
-        self.tables = listed_tables(tables)
+        check_arguments(self.seed, optimizer, on_nonfinite, output_dtype, fill, update, idle)
+        self.tables, self.update = listed_tables(tables), update
         chosen = find_strategy(strategy)
         if chosen.on_cpu_alone and self.device.type != "cpu":
             raise ValueError(
@@ -100,11 +110,9 @@ class EmbeddingBagCollection(nn.Module):
         self.features = feature_order(self.tables)
         if profile is not None:
             check_profile(profile, self.tables)
-        self.optimizer = RowOptimizer(optimizer, self.tables)
-        builder = GroupBuilder(self.tables, self.optimizer, chosen, self.device, profile)
-        self.num_rows, self.bytes_total = builder.num_rows, builder.bytes_total
-        shared = builder.divide(budget)
-        builder.check_free_memory(shared)
+        self._stand_ins = self._make_stand_ins() if update == "step" else None
+        params = None if self._stand_ins is None else self._stand_ins.parameters
+        self.optimizer = RowOptimizer(optimizer or SGD(), self.tables, params)
         if engine is None:
             engine = engine_for(self.device, chosen) if chosen.on_host else _engine(self.device)
         if engine is cpu_rows and output_dtype != torch.float32:
@@ -114,15 +122,36 @@ class EmbeddingBagCollection(nn.Module):
         self.lanes = lanes_of(self.device)
         # On a GPU the host only launches: there threads take turns.
         self.lock = RowLock(shared=self.device.type == "cpu")
-        options = {"seed": self.seed, "output_dtype": output_dtype, "fill": fill}
-        self._rows = builder.build(engine, shared, self.lanes, self.lock, **options)
+        self._rows = build_rows(
+            self.tables, self.optimizer, chosen, self.device, profile, budget, engine,
+            lanes=self.lanes, lock=self.lock, seed=self.seed, output_dtype=output_dtype, fill=fill,
+        )  # fmt: skip
         self._step = PendingStep(self._rows, on_nonfinite, self._thread)
         self.pipeline = Pipeline(self._rows, self._step, self._thread, self.features)
         self.row_access = RowAccess(self._rows, self.pipeline)
         self.pins = Pins(self._rows, self.pipeline)
         self.optimizer.belongs_to(self.row_access)
         self._anchor = torch.empty(0, requires_grad=True)  # makes autograd call us back
+        if self._stand_ins is not None:
+            self._torch_steps = TorchSteps(
+                self._rows, self._stand_ins, self._step, self.pipeline,
+                idle=idle, is_known=optimizer is not None,
+            )  # fmt: skip
         self._evaluations = dense_steps.EvaluationWatch()
+
+    def _make_stand_ins(self) -> StandIns:
+        """Register a parameter for each table, under the name that torch's would have."""
+        stand_ins = StandIns([table.name for table in self.tables], self.device)
+        for table, parameter in zip(self.tables, stand_ins.parameters, strict=True):
+            self._parameters[self.key_of(table.name)] = parameter
+        return stand_ins
+
+    def _leaves(self, group: Group) -> Sequence[Tensor]:
+        """Return what makes autograd call back for the rows of a group."""
+        if self._stand_ins is None:
+            return (self._anchor,)
+        by_name = dict(zip(self._stand_ins.names, self._stand_ins.parameters, strict=True))
+        return [by_name[table.name] for table in group.layout.tables]
 
     # As torch's attribute, but `eval()` in a thread that does not train holds for that thread.
     @property
@@ -132,6 +161,15 @@ class EmbeddingBagCollection(nn.Module):
     @training.setter
     def training(self, mode: bool) -> None:
         self._thread.mode = mode
+
+    @property
+    def num_rows(self) -> int:
+        return self._rows.num_rows
+
+    @property
+    def bytes_total(self) -> int:
+        """The bytes of all rows with their optimizer state."""
+        return self._rows.bytes_total
 
     @property
     def groups(self) -> Sequence[Group]:
@@ -156,11 +194,14 @@ class EmbeddingBagCollection(nn.Module):
         self.pipeline.finish_abandoned()
         self._thread.look_up()
         self._evaluations.end()
+        if self._stand_ins is not None:
+            self._stand_ins.refuse_other_values()
         planned = self.pipeline.find_or_plan(features)
         vectors = []
         for work in planned.works:
             weights = weights_of(features, work.lookups, work.group.layout)
-            vectors.append(Lookup.apply(self._anchor, weights, work, self._step))  # type: ignore[no-untyped-call]
+            leaves = self._leaves(work.group)
+            vectors.append(Lookup.apply(weights, work, self._step, *leaves))  # type: ignore[no-untyped-call]
         return self._embedded(planned.batch, vectors)
 
     def _evaluate(self, features: Any) -> Embedded:
@@ -221,6 +262,8 @@ class EmbeddingBagCollection(nn.Module):
     @property
     def requires_grad(self) -> bool:
         """Whether rows are trained, as `requires_grad_` has set it."""
+        if self._stand_ins is not None:
+            return any(parameter.requires_grad for parameter in self._stand_ins.parameters)
         return self._anchor.requires_grad
 
     @requires_grad.setter
@@ -254,6 +297,11 @@ class EmbeddingBagCollection(nn.Module):
 
     @grad_scale.setter
     def grad_scale(self, scale: Any) -> None:
+        if scale is not None and self.update == "step":
+            raise ValueError(
+                "with update='step' a GradScaler unscales the stand-ins' gradients, and so the "
+                "rows'; there is no grad_scale to set"
+            )
         self._step.grad_scale = scale
 
     def freeze_rows(self, rows: Mapping[str, Tensor] | None) -> None:

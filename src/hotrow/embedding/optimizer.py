@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -18,19 +18,26 @@ from hotrow.support.messages import warn
 class RowOptimizer(torch.optim.Optimizer):
     """The settings of each table in torch's form, so that torch's schedulers drive them.
 
-    Rows are updated in `backward()`; `step()` and `zero_grad()` have nothing left to do.
+    With `update="backward"` rows are updated in `backward()`, and `step()` and `zero_grad()` have
+    nothing left to do. With `update="step"` the params are the tables' stand-ins.
     """
 
-    def __init__(self, rule: RowRule, tables: Sequence[EmbeddingBagConfig]) -> None:
-        defaults = {field.name: getattr(rule, field.name) for field in fields(rule)}
-        # Empty stand-ins: torch wants a parameter in each group, and rows are none.
-        groups = [{"params": [torch.empty(0)], "name": table.name} for table in tables]
-        super().__init__(groups, defaults)
-        self.rule = rule
+    def __init__(
+        self,
+        rule: RowRule,
+        tables: Sequence[EmbeddingBagConfig],
+        stand_ins: Sequence[Tensor] | None = None,
+    ) -> None:
+        # Without stand-ins, empty tensors: torch wants a parameter in each group.
+        params = stand_ins or [torch.empty(0) for _ in tables]
+        pairs = zip(params, tables, strict=True)
+        groups = [{"params": [param], "name": table.name} for param, table in pairs]
+        super().__init__(groups, _settings_of(rule))
         self.names = [table.name for table in tables]
         self._places = {name: place for place, name in enumerate(self.names)}
-        self._settings = [field.name for field in fields(rule)]
-        self._scalar_names = list(rule.scalars(defaults, 1))
+        # With stand-ins, weights are loaded as torch's are: state is another matter.
+        self._watches_loads = stand_ins is None
+        self._use(rule)
         self._may_change = False  # settings may, in place: a tensor or a list is among them
         self._steps = [0] * len(tables)
         self._uncounted = 0  # of them, for every table
@@ -39,9 +46,22 @@ class RowOptimizer(torch.optim.Optimizer):
         self.counts_apart = False  # the rule's numbers may differ between tables by their steps
         # Row state was loaded since the last update; weights were, and their state was not.
         self._has_state = self._lacks_state = False
-        self._last_scalars: dict[tuple[str, ...], tuple[Any, Any, list[tuple[float, ...]]]] = {}
         # The rows of the collection; a strong reference would keep their memory for too long.
         self._owner: Callable[[], Any] = lambda: None
+
+    def _use(self, rule: RowRule) -> None:
+        self.rule, settings = rule, _settings_of(rule)
+        self.setting_names = list(settings)
+        self._scalar_names = list(rule.scalars(settings, 1))
+        self._last_scalars: dict[tuple[str, ...], tuple[Any, Any, list[tuple[float, ...]]]] = {}
+
+    def change_rule(self, rule: RowRule) -> None:
+        """Take another rule for all tables, with its own settings."""
+        self._use(rule)
+        for group in self.param_groups:
+            kept = {key: group[key] for key in ("params", "name")}
+            group.clear()
+            group.update(kept, **_settings_of(rule))
 
     def belongs_to(self, rows: Any) -> None:
         """Keep a weak reference to the rows' `RowAccess`."""
@@ -64,7 +84,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
         Called several times a step. Adam or a schedule change the numbers in each step.
         """
-        key: list[Any] = [group[name] for group in self.param_groups for name in self._settings]
+        key: list[Any] = [group[name] for group in self.param_groups for name in self.setting_names]
         if self._may_change:
             key = list(map(_fixed, key))
         steps = tuple(self.steps) if self.rule.uses_step else None
@@ -75,7 +95,7 @@ class RowOptimizer(torch.optim.Optimizer):
             self._may_change = True
             key = list(map(_fixed, key))
         places = [self._places[name] for name in names]
-        many = len(self._settings)
+        many = len(self.setting_names)
         if key == key[:many] * len(self.names) and (steps is None or len(set(steps)) == 1):
             rows = [self._numbers(key, steps, places[0])] * len(names)  # most often
         else:
@@ -86,8 +106,8 @@ class RowOptimizer(torch.optim.Optimizer):
     def _numbers(
         self, key: list[Any], steps: tuple[int, ...] | None, place: int
     ) -> tuple[float, ...]:
-        many = len(self._settings)
-        setting = dict(zip(self._settings, key[place * many : (place + 1) * many], strict=True))
+        many = len(self.setting_names)
+        setting = dict(zip(self.setting_names, key[place * many : (place + 1) * many], strict=True))
         step = 1 if steps is None else max(steps[place], 1)  # asked before the first update
         return tuple(map(float, self.rule.scalars(setting, step).values()))
 
@@ -119,7 +139,20 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def weights_loaded(self) -> None:
         """Note that weights of rows were replaced, and their state was not."""
-        self._lacks_state = bool(self.rule.state_names) and not self._has_state
+        has_all = self._has_state or not self.rule.state_names
+        self._lacks_state = self._watches_loads and not has_all
+
+    def load_table(self, name: str, state: Mapping[str, Tensor], step: int) -> None:
+        """Replace the state of a table's rows, and how often they were updated."""
+        self.rows.load_state(name, state)
+        self.steps[self._places[name]] = step
+
+    def start_anew(self, names: Collection[str]) -> None:
+        """Let the state of some tables' rows be as at the start."""
+        start = torch.tensor(self.rule.start_of_state())
+        for name in names:
+            shapes = self.rows.state_shapes(name)
+            self.load_table(name, {key: start.expand(shape) for key, shape in shapes.items()}, 0)
 
     def _state_loaded(self) -> None:
         self._has_state, self._lacks_state = True, False
@@ -134,7 +167,7 @@ class RowOptimizer(torch.optim.Optimizer):
         )
 
     def step(self, closure: Any = None) -> Any:
-        """Do nothing: the rows were updated in `backward()`."""
+        """Do nothing: rows were updated in `backward()`, or are updated by a hook after this."""
         return None if closure is None else closure()
 
     def state_dict(self) -> dict[str, Any]:
@@ -160,7 +193,7 @@ class RowOptimizer(torch.optim.Optimizer):
         named = {group["name"]: group for group in settings["param_groups"]}
         for place, group in enumerate(self.param_groups):
             saved = named[group["name"]]
-            for key in (*self._settings, "initial_lr"):  # the last one belongs to schedulers
+            for key in (*self.setting_names, "initial_lr"):  # the last one belongs to schedulers
                 if key in saved:
                     group[key] = saved[key]
             self.steps[place] = int(settings["steps"][group["name"]])
@@ -179,6 +212,10 @@ class RowOptimizer(torch.optim.Optimizer):
             self.steps[place] = int(state_dict["state"][name]["step"])
             self.rows.load_state(name, state_dict["state"][name])
         self._state_loaded()
+
+
+def _settings_of(rule: RowRule) -> dict[str, Any]:
+    return {field.name: getattr(rule, field.name) for field in fields(rule)}
 
 
 def _fixed(value: Any) -> Any:

@@ -97,6 +97,7 @@ class RowAccess:
 
     def _load(self, table: str, first: int, values: Tensor, columns: slice) -> None:
         with self._rows.lock.writing():
+            self._rows.is_fresh = False
             group, base, _ = self._rows.find(table)
             for chunk in torch.arange(len(values)).split(_chunk_of(group)):
                 ids = chunk + first + base
@@ -115,6 +116,11 @@ class RowAccess:
         """Return how many numbers of each piece of optimizer state follow a row's weights."""
         columns = self._rows.find(table)[0].state
         return {name: piece.stop - piece.start for name, piece in columns.items()}
+
+    def state_shapes(self, table: str) -> dict[str, tuple[int, int]]:
+        """Return the shape of each piece of optimizer state of a table."""
+        size = self._rows.find(table)[2]
+        return {name: (size, width) for name, width in self.state_widths(table).items()}
 
     def copy_state(self, table: str) -> dict[str, Tensor]:
         """Return the optimizer state of a table's rows, a tensor for each piece."""
@@ -177,6 +183,7 @@ class RowAccess:
         if self.being_saved is not None:
             self.being_saved.join()
         with self._rows.lock.writing():
+            self._rows.is_fresh = False
             self.settle()
             try:
                 yield

@@ -25,6 +25,7 @@ from hotrow.engine.stages import SPLIT
 from hotrow.engine.strategy import Strategy
 from hotrow.inputs.batch import Lookups
 from hotrow.inputs.tables import EmbeddingBagConfig, group_by_width
+from hotrow.kernels.rules import RowRule
 from hotrow.sizing.budgets import AUTO, auto_budget, buffer_part_of
 from hotrow.store.budget import Budget, larger_budget, share_out
 from hotrow.store.traffic import TableTraffic, Traffic
@@ -36,6 +37,7 @@ from hotrow.support.units import parse_bytes, show_bytes, write_budget
 # Rows of one width. They move to fast memory, or stay on the host; both have one face.
 Group = RowGroup | HostRows
 Engine = Callable[..., Group]  # called as `GroupBuilder.build` calls it, once per width
+_CHUNK_BYTES = 64 << 20  # of rows that are copied at once
 _NEARLY_ALL = 0.9  # of the bytes of all rows: a larger budget saves nothing
 
 
@@ -184,6 +186,28 @@ class GroupBuilder:
         return setting("budget", write_budget(wanted, total=whole))
 
 
+def build_rows(
+    tables: Sequence[EmbeddingBagConfig],
+    optimizer: RowOptimizer,
+    strategy: Strategy,
+    device: torch.device,
+    profile: Profile | None,
+    budget: str | float | Budget | None,
+    engine: Engine,
+    **options: Any,
+) -> RowGroups:
+    """Build the rows of a collection; `options` are those of `GroupBuilder.build`."""
+    builder = GroupBuilder(tables, optimizer, strategy, device, profile)
+    shared = builder.divide(budget)
+    builder.check_free_memory(shared)
+    rows = builder.build(engine, shared, **options)
+    rows.num_rows, rows.bytes_total = builder.num_rows, builder.bytes_total
+    rows.build_again = partial(
+        build_rows, tables, optimizer, strategy, device, profile, budget, engine, **options
+    )
+    return rows
+
+
 @dataclass(frozen=True)
 class InactiveEngine:
     """The engine of two over the same rows that does not train now."""
@@ -202,6 +226,9 @@ class RowGroups:
 
     groups: Sequence[Group]
     strategy: Strategy
+    num_rows: int
+    bytes_total: int  # of all rows with their state
+    build_again: Callable[[], RowGroups]
 
     def __init__(
         self,
@@ -216,6 +243,24 @@ class RowGroups:
         self.lanes, self.lock, self.window_bytes = lanes, lock, window_bytes
         self.budget_bytes = 0  # of which plans take a part; 0: slots are allocated
         self.inactive: InactiveEngine | None = None
+        self.is_fresh = True  # every row is as it starts; False: perhaps not
+
+    def use_rule(self, rule: RowRule) -> None:
+        """Let rows have the state of another rule, as it starts. Nothing may be in flight."""
+        before = self.optimizer.rule
+        self.optimizer.change_rule(rule)
+        if (type(rule), rule.start_of_state()) == (type(before), before.start_of_state()):
+            return
+        with self.lock.writing():
+            self.flush()
+            self.wait_for_device()
+            others = self.build_again()
+            if not self.is_fresh:
+                for old, new in zip(self.groups, others.groups, strict=True):
+                    _copy_weights(old, new)
+            self.activate(others.groups, others.strategy)
+            self.budget_bytes, self.window_bytes = others.budget_bytes, others.window_bytes
+            self.bytes_total, self.build_again = others.bytes_total, others.build_again
 
     def activate(self, groups: Sequence[Group], strategy: Strategy) -> None:
         self.groups, self.strategy = groups, strategy
@@ -347,3 +392,13 @@ class RowGroups:
         """Wait for all streams of a GPU: rows may have been written in any of them."""
         if self.device.type == "cuda":
             synchronize(self.device)
+
+
+def _copy_weights(old: Group, new: Group) -> None:
+    """Copy the weights of all rows from one engine to another."""
+    step = max(1, _CHUNK_BYTES // (4 * new.width))
+    for first in range(0, old.layout.num_rows, step):
+        ids = torch.arange(first, min(first + step, old.layout.num_rows))
+        rows = new.gather(ids, out=torch.empty(len(ids), new.width))
+        rows[:, : old.dim] = old.gather(ids, out=torch.empty(len(ids), old.width))[:, : old.dim]
+        new.scatter(ids, rows)

@@ -18,6 +18,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from hotrow.embedding import dense_steps
 from hotrow.embedding.row_groups import Group, RowGroups
+from hotrow.embedding.waiting import RowSums, WaitingGrads
 from hotrow.engine.split_batch import Place
 from hotrow.engine.work import Work
 from hotrow.inputs.batch import Lookups
@@ -36,8 +37,9 @@ class Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, anchor: Tensor, weights: Tensor | None, work: Work, step: PendingStep
+        ctx: FunctionCtx, weights: Tensor | None, work: Work, step: PendingStep, *leaves: Tensor
     ) -> tuple[Tensor | None, ...]:
+        """`leaves` make autograd call back: one for all tables of the group, or one for each."""
         ctx.save_for_backward(*(() if weights is None else (weights,)))
         ctx.set_materialize_grads(False)
         ctx.work, ctx.step = work, step  # type: ignore[attr-defined]
@@ -53,21 +55,40 @@ class Lookup(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         ctx.step.end_call(ctx.call)
         grads, used = _of_bags(whole, parts, ctx.work.lookups)
+        nothing: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         if grads is None:
-            return None, None, None, None
+            return tuple(nothing)
         saved = ctx.saved_tensors  # once: a checkpoint recomputes them and forgets
         weights = saved[0] if saved else None
         x = replace(ctx.work.lookups, weights=weights, used=used)
-        weight_grads = None
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[0]:
             with ctx.step.writing(), ctx.work.group.timed(ctx.work):
                 weight_grads = ctx.work.group.weight_grads(ctx.work, x, grads)
             if used is not None:
                 weight_grads = weight_grads.masked_fill(~x.used_lookups(), 0.0)
-        # torch.autograd.grad(), and backward(inputs=...), may ask for the weights' alone.
-        if ctx.needs_input_grad[0] and torch._C._will_engine_execute_node(ctx.next_functions[0][0]):
-            ctx.step.add(ctx.call, ctx.work, x, grads)
-        return None, weight_grads, None, None
+            nothing[0] = weight_grads
+        used = _of_trained(used, ctx)
+        if used is None or any(used):
+            ctx.step.add(ctx.call, ctx.work, replace(x, used=used), grads)
+        return tuple(nothing)
+
+
+def _of_trained(used: tuple[bool, ...] | None, ctx: Any) -> tuple[bool, ...] | None:
+    """Return which features have a gradient that is wanted; None: all of them."""
+    # torch.autograd.grad(), and backward(inputs=...), may ask for some leaves alone.
+    needed = ctx.needs_input_grad[3:]
+    nodes = [node for node, _ in ctx.next_functions[-len(needed) :]]  # tensors alone have one
+    wanted = [
+        needs and torch._C._will_engine_execute_node(node)
+        for needs, node in zip(needed, nodes, strict=True)
+    ]
+    if all(wanted):
+        return used
+    features = ctx.work.group.layout.features
+    by_feature = [wanted[feature.table if len(wanted) > 1 else 0] for feature in features]
+    return tuple(
+        is_wanted and (used is None or used[place]) for place, is_wanted in enumerate(by_feature)
+    )
 
 
 def by_feature(vectors: Tensor, x: Lookups) -> tuple[Tensor | None, ...]:
@@ -169,6 +190,8 @@ class PendingStep:
         # Steps of dense optimizers when the newest gradients came, and at the newest update.
         self._added_at, self._updated_at = 0, -1
         self._checks_left = _MOST_CHECKS  # for passes without an optimizer step in between
+        # For the step of an optimizer; None: the end of a backward pass is the step.
+        self.for_step: WaitingGrads | None = None
         self._stream: torch.cuda.Stream | None = None  # where the newest gradients were made
 
     @property
@@ -214,6 +237,8 @@ class PendingStep:
         That is so if a dense optimizer has gradients in this pass, and no optimizer has stepped
         since the pass before. With a GradScaler there is no warning, because it skips steps.
         """
+        if self.for_step is not None:
+            return
         steps = dense_steps.count()
         if self._updated_at == steps and self._checks_left and not self._has_scaler:
             self._checks_left -= 1
@@ -299,6 +324,11 @@ class PendingStep:
             if (row_grads := [x for x in waiting if x.work.group is group])
         ]
         tables = self._tables_in(by_group)
+        if self.for_step is not None:
+            groups = self._rows.groups
+            sums = {groups.index(group): RowSums(*_join(group, x)) for group, x in by_group}
+            self.for_step.add(sums, tables)
+            return
         if self.at_once:
             with uninterrupted():
                 if capturing():  # nothing has run yet; a replay counts
@@ -325,6 +355,22 @@ class PendingStep:
             for update in updates:
                 _update(*update)
 
+    @torch.no_grad()
+    def step(self, tables: Sequence[str], grad_scale: Any = None) -> None:
+        """Update the rows of some tables from the gradients that wait for an optimizer's step."""
+        assert self.for_step is not None
+        with self.writing():
+            parts = self.for_step.of_step(tables)
+            updates = [(group, sums.ids, sums.grads, sums.work) for group, sums in parts]
+            if grad_scale is not None:
+                updates = [(group, ids, x / grad_scale, work) for group, ids, x, work in updates]
+            if self._skip(updates):
+                return
+            with uninterrupted():
+                self._count_step(tuple(tables))
+                for update in updates:
+                    _update(*update)
+
     def _count_step(self, tables: tuple[str, ...]) -> None:
         self._optimizer.count_step(tables)
         self._updated_at = self._added_at
@@ -348,6 +394,8 @@ class PendingStep:
     @property
     def at_once(self) -> bool:
         """Whether sums go from backward to the update unseen: nothing scales or checks them."""
+        if self.for_step is not None:
+            return False
         return self.grad_scale is None and self._on_nonfinite == "propagate"
 
     @property

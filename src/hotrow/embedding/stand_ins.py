@@ -1,0 +1,171 @@
+"""Stand-ins: small parameters that represent tables to torch's optimizers.
+
+Rows are no parameters, because a table may be larger than fast memory. With `update="step"` each
+table has a stand-in instead, and what torch does to the gradient of the stand-in happens to the
+gradients of the table's rows.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# A gradient is [[norm, MARK]]. Clipping and unscaling multiply both by the same factor, which the
+# mark gives back to the last bit, as it is a power of two. It is too small to change a norm.
+MARK = 2.0**-40
+_CLOSE = 1e-4  # how far a norm may be from norm times factor: two roundings are far below
+
+
+class StandIn(nn.Parameter):
+    """The parameter of one table. Its value means nothing; its gradient is the norm of the table's
+    row gradients."""
+
+    table: str
+    owner: Callable[[], Any]  # a weak reference to what steps the rows
+    is_sparse_grad = False  # its gradient is a sparse tensor, as torch.optim.SparseAdam wants
+
+
+class StandIns:
+    """The stand-ins of a collection's tables, in their order."""
+
+    def __init__(self, tables: Sequence[str], device: torch.device) -> None:
+        self.names, self.device = tuple(tables), device
+        # Of all tables side by side: one launch sets or resets them all.
+        self._values = torch.zeros(len(tables), 1, 2, device=device)
+        self._grads = torch.zeros(len(tables), 1, 2, device=device)
+        self._published = torch.zeros(len(tables), device=device)  # norms
+        self.parameters = [StandIn(value) for value in self._values]
+        for parameter, name in zip(self.parameters, tables, strict=True):
+            parameter.table, parameter.owner = name, lambda: None
+        self._dense = list(self._grads)  # the gradients of those that are not sparse
+        _refuse_other_norms()
+        for grad in self._dense:
+            grad.is_norm_of_rows = True
+        self._version = self._values._version  # after what we did ourselves
+
+    def belong_to(self, owner: Any) -> None:
+        for parameter in self.parameters:
+            parameter.owner = weakref.ref(owner)
+
+    def be_sparse(self, tables: Collection[str], is_sparse: bool) -> None:
+        """Choose whether gradients of some tables are sparse tensors, from the next one on."""
+        for parameter in self.parameters:
+            if parameter.table in tables:
+                parameter.is_sparse_grad = is_sparse
+
+    def waiting(self) -> list[bool]:
+        """Return whether each table has a gradient: `zero_grad()` takes it away."""
+        return [parameter.grad is not None for parameter in self.parameters]
+
+    def publish(self, norms: Tensor, places: Sequence[int]) -> None:
+        """Give these tables their gradients; `norms` has one for every table, [T]."""
+        self._published.copy_(norms)
+        self._grads[:, 0, 0] = norms
+        self._grads[:, 0, 1] = MARK
+        for place in places:
+            parameter, grad = self.parameters[place], self._dense[place]
+            # Zeroing empties a sparse tensor for good.
+            parameter.grad = _as_sparse(grad) if parameter.is_sparse_grad else grad
+
+    def factors(self) -> Tensor:
+        """Return what each table's gradient was multiplied by since it was published, [T]; 1 for a
+        table without a gradient."""
+        return self._now()[:, 1] / MARK
+
+    def with_grad(self) -> Tensor:
+        """Return whether each table has a gradient that was not zeroed, [T] bool."""
+        has = (self._now() != 0).any(1)
+        for place, parameter in enumerate(self.parameters):
+            if parameter.grad is None:
+                has[place] = False
+            elif parameter.grad.is_sparse:
+                has[place] = bool(parameter.grad._nnz())
+        return has
+
+    def _now(self) -> Tensor:
+        """Return norm and mark of each table's gradient as they are now, [T, 2]."""
+        pairs = zip(self.parameters, self._dense, strict=True)
+        other = [place for place, (x, dense) in enumerate(pairs) if x.grad is not dense]
+        now = self._grads.view(-1, 2)
+        if other:
+            now = now.clone()
+            for place in other:
+                now[place] = _values_of(self.parameters[place].grad)
+        return now
+
+    def refuse_other_changes(self) -> None:
+        """Raise if a gradient was changed by something else than a multiplication."""
+        now, has_grad = self._now(), self.waiting()
+        expected = self._published * (now[:, 1] / MARK)
+        is_close = torch.isclose(now[:, 0], expected, rtol=_CLOSE, atol=1e-30, equal_nan=True)
+        # inf times 0 is NaN here, and whatever torch makes of it there.
+        is_close |= ~(now.isfinite().all(1) & self._published.isfinite())
+        wrong = [
+            name
+            for name, close, has in zip(self.names, is_close.tolist(), has_grad, strict=True)
+            if has and not close
+        ]
+        if wrong:
+            raise RuntimeError(
+                f"the gradient of table {wrong[0]!r} was changed by something else than a "
+                "multiplication (such as clip_grad_value_), which cannot be done to the gradients "
+                "of its rows: they are not in one tensor. clip_grad_norm_, GradScaler and "
+                "multiplying all gradients work; no row was changed"
+            )
+
+    def refuse_other_values(self) -> None:
+        """Raise if a stand-in was written to, where its rows were meant."""
+        if self.device.type != "cpu" and self._values._version == self._version:
+            return  # reading values would wait for the device
+        if not bool(self._values.any()):
+            return
+        place = int(self._values.flatten(1).any(1).int().argmax())
+        raise RuntimeError(
+            f"the parameter that stands for table {self.names[place]!r} was written to, but it "
+            "holds no rows, so they did not change. To initialise rows use init=, to replace them "
+            "load_weights(); optimizers that move weights before a step, such as SAM, do not work"
+        )
+
+    def reset(self) -> None:
+        """Undo what an optimizer's step did to the stand-ins themselves."""
+        with torch.no_grad():
+            self._values.zero_()
+        self._version = self._values._version
+
+
+@cache
+def _refuse_other_norms() -> None:
+    """Refuse norms of gradients that cannot be computed from the L2 norm of each table."""
+    from torch.nn.utils import clip_grad
+
+    of_torch = clip_grad._get_total_norm
+
+    @wraps(of_torch)
+    def total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if float(norm_type) != 2.0 and any(hasattr(x, "is_norm_of_rows") for x in tensors):
+            raise ValueError(
+                f"norm_type={norm_type} needs the gradients of all rows in one tensor; with tables "
+                "whose rows hotrow updates, clip_grad_norm_ takes norm_type=2 only"
+            )
+        return of_torch(tensors, norm_type, *args, **kwargs)
+
+    clip_grad._get_total_norm = total_norm
+
+
+def _as_sparse(values: Tensor) -> Tensor:
+    index = torch.zeros(1, 1, dtype=torch.int64, device=values.device)
+    return torch.sparse_coo_tensor(index, values, (1, 2), is_coalesced=True, check_invariants=False)
+
+
+def _values_of(grad: Tensor | None) -> Tensor:
+    if grad is None:
+        return torch.tensor([0.0, MARK])
+    if not grad.is_sparse:
+        return grad.reshape(2)
+    return grad.coalesce().values().reshape(2) if grad._nnz() else torch.zeros(2)

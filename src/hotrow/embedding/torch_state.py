@@ -1,0 +1,67 @@
+"""The state of rows in the state dicts of torch's optimizers, where the table's own would be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from hotrow.embedding.stand_ins import StandIn
+from hotrow.support.host_memory import available_bytes
+from hotrow.support.units import show_bytes
+
+
+def include_rows(optimizer: Optimizer) -> None:
+    """Let `state_dict()` and `load_state_dict()` of an optimizer hold the state of rows."""
+    optimizer.register_state_dict_post_hook(_with_rows)
+    optimizer.register_load_state_dict_pre_hook(_load_rows)
+
+
+def _stand_ins(optimizer: Optimizer) -> Iterator[tuple[int, StandIn, Any]]:
+    """Yield the number that torch gives each stand-in, the stand-in, and what owns it."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, param in enumerate(params):
+        owner = param.owner() if isinstance(param, StandIn) else None
+        if owner is not None:
+            yield number, param, owner
+
+
+def _with_rows(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    held = list(_stand_ins(optimizer))
+    _check_room(sum(owner.state_bytes(param.table) for _, param, owner in held))
+    state = dict(saved["state"])
+    for number, param, owner in held:
+        rows = owner.rows.copy_state(param.table)
+        if number in state and rows:
+            state[number] = {**state[number], **rows}
+    return {**saved, "state": state}
+
+
+def _check_room(needed: int) -> None:
+    free = available_bytes()
+    if free is not None and needed > free:
+        raise MemoryError(
+            f"the optimizer's state of all rows has {show_bytes(needed)}, and {show_bytes(free)} "
+            "of RAM are free; hotrow.save_checkpoint() streams it to disk"
+        )
+
+
+def _load_rows(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """Load the state of rows, and leave to torch what is a stand-in's own."""
+    state, found = dict(saved["state"]), []
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for place, param, owner in _stand_ins(optimizer):
+        given = state.get(numbers[place]) if place < len(numbers) else None
+        if given is None:
+            continue
+        names = owner.rows.state_widths(param.table)
+        rows = {name: given[name] for name in names if name in given}
+        owner.rows.check_state(param.table, rows)
+        found.append((owner, param.table, rows, given.get("step")))
+        own = {name: torch.zeros_like(param.data) for name in rows}
+        state[numbers[place]] = {**given, **own}
+    for owner, table, rows, step in found:
+        owner.load_state(optimizer, table, rows, 0 if step is None else int(step))
+    return {**saved, "state": state}

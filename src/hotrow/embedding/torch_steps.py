@@ -1,0 +1,215 @@
+"""Lets steps of torch's optimizers update rows: those of `update="step"`.
+
+torch calls hooks before and after the step of every optimizer. They look for stand-ins among its
+params, and the tables of those make a step, too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import cache, wraps
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from hotrow.embedding.pipeline import Pipeline
+from hotrow.embedding.row_groups import RowGroups
+from hotrow.embedding.stand_ins import StandIn, StandIns
+from hotrow.embedding.step import PendingStep
+from hotrow.embedding.torch_rules import NoRule, TorchRule, rule_for
+from hotrow.embedding.torch_state import include_rows
+from hotrow.embedding.waiting import WaitingGrads
+from hotrow.kernels.rules import RowRule
+
+IDLE = (None, "frozen")
+
+
+@cache
+def watch() -> None:
+    """Let the steps of all optimizers reach rows from now on; once in a process."""
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+    _hear_of_new_optimizers()
+
+
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for owner, groups in _held_by(optimizer):
+        owner.before(optimizer, groups)
+
+
+def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for owner, groups in _held_by(optimizer):
+        owner.after(optimizer, groups)
+
+
+def _held_by(optimizer: Optimizer) -> Iterator[tuple[TorchSteps, dict[str, Any]]]:
+    """Yield what owns stand-ins of an optimizer, with the param group of each of its tables."""
+    found: dict[int, tuple[TorchSteps, dict[str, Any]]] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            owner = param.owner() if isinstance(param, StandIn) else None
+            if owner is not None:
+                found.setdefault(id(owner), (owner, {}))[1][param.table] = group
+    yield from found.values()
+
+
+def _hear_of_new_optimizers() -> None:
+    """Note which optimizers hold stand-ins when they are made: rows get their state then, and the
+    optimizer's own state dict includes it. torch has no hook for that."""
+    of_torch = Optimizer.add_param_group
+
+    @wraps(of_torch)
+    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+        of_torch(self, param_group)
+        for owner, groups in _held_by(self):
+            owner.hold(self, groups)
+
+    Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+
+
+class TorchSteps:
+    """Steps of one collection's rows, as torch's optimizers make them."""
+
+    def __init__(
+        self,
+        rows: RowGroups,
+        stand_ins: StandIns,
+        pending: PendingStep,
+        pipeline: Pipeline,
+        *,
+        idle: str | None,
+        is_known: bool,  # the rule was given
+    ) -> None:
+        watch()
+        self._rows, self._optimizer = rows, rows.optimizer
+        self._stand_ins, self._pending, self._pipeline = stand_ins, pending, pipeline
+        pending.for_step = WaitingGrads(rows, stand_ins, self.refuse_unheld)
+        self._idle, self._is_known = idle, is_known
+        self._holders: WeakSet[Optimizer] = WeakSet([self._optimizer] if is_known else [])
+        self._stepped: dict[str, Callable[[], Any]] = {}  # by table: the optimizer, weakly
+        stand_ins.belong_to(self)
+
+    def hold(self, optimizer: Optimizer, groups: Mapping[str, Any]) -> None:
+        """Note an optimizer that was made; one without a rule is refused in its first step."""
+        self._stand_ins.be_sparse(groups, isinstance(optimizer, torch.optim.SparseAdam))
+        if optimizer in self._holders:
+            return
+        self._holders.add(optimizer)
+        include_rows(optimizer)
+        if not self._is_known:
+            with suppress(NoRule):
+                self._use(optimizer, self._rules(optimizer, groups))
+
+    def refuse_unheld(self) -> None:
+        """Raise if gradients wait that no optimizer will ever apply."""
+        if not len(self._holders):
+            raise RuntimeError(
+                "row gradients of an earlier backward() still wait, and no optimizer holds the "
+                "tables' stand-ins, so rows would never be updated. Give them to one, such as "
+                "torch.optim.Adagrad(model.parameters()), or freeze the rows: "
+                "requires_grad_(False)"
+            )
+
+    @property
+    def rows(self) -> Any:
+        return self._optimizer.rows
+
+    def state_bytes(self, table: str) -> int:
+        """Return the bytes of a table's optimizer state."""
+        return sum(4 * rows * width for rows, width in self.rows.state_shapes(table).values())
+
+    def load_state(
+        self, optimizer: Optimizer, table: str, state: Mapping[str, Tensor], step: int
+    ) -> None:
+        """Replace the state that an optimizer has of a table's rows."""
+        self._optimizer.load_table(table, state, step)
+        self._stepped[table] = weakref.ref(optimizer)
+
+    def before(self, optimizer: Optimizer, groups: Mapping[str, Any]) -> None:
+        """Refuse a step that rows cannot make, before anything has changed."""
+        if not any(self._stand_ins.waiting()):
+            return
+        rules = self._rules(optimizer, groups)
+        self.hold(optimizer, groups)
+        self._use(optimizer, rules)
+        self._stand_ins.refuse_other_changes()
+        self._take_over(optimizer, groups)
+
+    def after(self, optimizer: Optimizer, groups: Mapping[str, Any]) -> None:
+        """Update the rows of the tables that have a gradient."""
+        names, waiting = self._stand_ins.names, self._stand_ins.waiting()
+        tables = [name for name, waits in zip(names, waiting, strict=True) if waits]
+        tables = [name for name in tables if name in groups]
+        if not tables:
+            return
+        if optimizer is not self._optimizer:
+            # Here, not before: a closure, or a hook of the user, may have changed settings.
+            rules = self._rules(optimizer, groups)
+            for group in self._optimizer.param_groups:
+                if group["name"] in tables:
+                    group.update(rules[group["name"]].settings)
+        if not _was_skipped(optimizer):
+            self._pending.step(tables, getattr(optimizer, "grad_scale", None))
+        self._stand_ins.reset()
+
+    def _take_over(self, optimizer: Optimizer, tables: Mapping[str, Any]) -> None:
+        """Begin with new state if another optimizer has stepped these tables before."""
+        others = [
+            name for name in tables if self._stepped.get(name, _no_optimizer)() is not optimizer
+        ]
+        self._optimizer.start_anew([name for name in others if name in self._stepped])
+        for name in others:
+            self._stepped[name] = weakref.ref(optimizer)
+
+    def _rules(self, optimizer: Optimizer, groups: Mapping[str, Any]) -> dict[str, TorchRule]:
+        return {name: rule_for(optimizer, group, self._idle) for name, group in groups.items()}
+
+    def _use(self, optimizer: Optimizer, rules: Mapping[str, TorchRule]) -> None:
+        """Let all rows have the state of an optimizer's rule."""
+        rule = _common_rule(rules)
+        before = self._optimizer.rule
+        if not self._is_known:
+            if rule.state_names:
+                what = f"the first use of {type(optimizer).__name__}, whose state rows get now,"
+                self._pipeline.refuse_if_running(what)
+                self._pipeline.forget_planned()
+            self._rows.use_rule(rule)
+            self._is_known = True
+        elif type(rule) is not type(before):
+            raise RuntimeError(
+                f"rows have the state of {type(before).__name__}, and {type(optimizer).__name__} "
+                "steps them now; all tables of a collection have optimizers of one class, from the "
+                "first to the last"
+            )
+
+
+def _no_optimizer() -> None:
+    """No optimizer has stepped a table yet."""
+
+
+def _common_rule(rules: Mapping[str, TorchRule]) -> RowRule:
+    """Return a rule of the class of all; tables may differ in settings, but not in the class."""
+    first = next(iter(rules.values()))
+    starts = {str(each.settings.get("initial_accumulator_value")) for each in rules.values()}
+    if len(starts) > 1:
+        raise RuntimeError("tables of a collection have one initial_accumulator_value")
+    return first.rule(**{name: _number(value) for name, value in first.settings.items()})
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, Tensor) else value
+
+
+def _was_skipped(optimizer: Optimizer) -> bool:
+    """Whether a GradScaler let a fused optimizer decide, and it skipped this step."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(torch.as_tensor(found).any())
