@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hotrow
 from builders import variant
+from contracts import DEVICE
+from hotrow.engine.gpu.rows import gpu_rows
 
 SIZES = {"a": (300, 8), "b": (200, 8), "c": (250, 16)}
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -41,6 +43,7 @@ class Model(nn.Module):
         return torch.tanh(vectors).squeeze(1)
 
     def loss(self, ids: Tensor) -> Tensor:
+        ids = ids.to(self.top.weight.device)
         return (self(ids) - 0.5).square().sum()
 
     def vectors(self, ids: Tensor) -> list[Tensor]:
@@ -60,12 +63,13 @@ class Model(nn.Module):
 
 
 class Rows(Model):
-    def __init__(self, strategy: Any, idle: str | None) -> None:
+    def __init__(self, strategy: Any, idle: str | None = None, **options: Any) -> None:
         super().__init__()
         tables = [hotrow.EmbeddingBagConfig(n, *SIZES[n], [f"f{n}"]) for n in SIZES]
         self.embedding = hotrow.EmbeddingBagCollection(
-            tables, None, "40%", update="step", seed=3, strategy=strategy, idle=idle
+            tables, None, "40%", update="step", seed=3, strategy=strategy, idle=idle, **options
         )
+        self.to(self.embedding.device)
         self._draw = torch.Generator().manual_seed(5)
 
     def vectors(self, ids: Tensor) -> list[Tensor]:
@@ -78,7 +82,7 @@ class Rows(Model):
         return torch.cat([chunk for _, chunk in self.embedding.weights(name)])
 
     def drive_out(self) -> None:
-        self.embedding(batch(self._draw))
+        self.embedding(batch(self._draw).to(self.embedding.device))
 
 
 class Plain(Model):
@@ -88,6 +92,7 @@ class Plain(Model):
         for name, size in SIZES.items():
             self.tables[name] = nn.EmbeddingBag(*size, mode="sum", sparse=sparse)
             self.tables[name].load_state_dict({"weight": rows.rows(name)})
+        self.to(rows.embedding.device)
 
     def vectors(self, ids: Tensor) -> list[Tensor]:
         return [table(ids[:, [k]]) for k, table in enumerate(self.tables.values())]
@@ -208,7 +213,7 @@ def two_losses(model: Model, make: Make) -> Iterator[Tensor]:
     both = Both(model, make)
     for ids in batches(5):
         both.zero_grad()
-        vectors = model.vectors(ids)
+        vectors = model.vectors(ids.to(model.top.weight.device))
         for vector in vectors:
             vector.square().sum().backward(retain_graph=True)
         loss = torch.cat(vectors, 1).sum()
@@ -382,7 +387,7 @@ def uses_some_tables(model: Model, make: Make) -> Iterator[Tensor]:
     both = Both(model, make)
     for number, ids in enumerate(batches(9)):
         both.zero_grad()
-        vectors = model.vectors(ids)
+        vectors = model.vectors(ids.to(model.top.weight.device))
         loss = vectors[number % 3].square().sum() + vectors[(number + 1) % 3].sum()
         loss.backward()
         model.drive_out()
@@ -541,11 +546,11 @@ STRATEGIES = {
 
 
 def differences(program: Program, make: Make, rows: Rows, plain: Plain) -> list[float]:
-    seen = [[x.detach().clone() for x in program(model, make)] for model in (rows, plain)]
-    seen[0] += [rows.rows(name) for name in SIZES] + list(rows.top.parameters())
-    seen[1] += [plain.rows(name) for name in SIZES] + list(plain.top.parameters())
-    with torch.no_grad():
-        pairs = [((x - y).abs(), y.abs().max().clamp(min=1.0)) for x, y in zip(*seen, strict=True)]
+    seen = [[x.detach().cpu() for x in program(model, make)] for model in (rows, plain)]
+    for found, model in zip(seen, (rows, plain), strict=True):
+        found += [model.rows(name).cpu() for name in SIZES]
+        found += [weight.detach().cpu() for weight in model.top.parameters()]
+    pairs = [((x - y).abs(), y.abs().max().clamp(min=1.0)) for x, y in zip(*seen, strict=True)]
     return [float((difference / size).max()) for difference, size in pairs]
 
 
@@ -557,6 +562,48 @@ def test_a_program_means_what_it_means_in_torch(program: Program, maker: str) ->
         plain = Plain(rows, sparse=maker == "SparseAdam")
         found = differences(program, MAKERS[maker], rows, plain)
         assert max(found) < 5e-6, (strategy, found)
+
+
+def by_gpu(strategy: Any, fill: str = "auto") -> Rows:
+    """Rows of a GPU's engine: in Triton's interpreter where there is no GPU."""
+    return Rows(strategy, engine=gpu_rows, device=DEVICE, fill=fill)
+
+
+ENGINES = {
+    "zero-copy": lambda: by_gpu(variant("lookahead", victims="random"), "zero-copy"),
+    "most-recent": lambda: by_gpu(variant("lru", victims="most-recent")),
+    "all-fast": lambda: by_gpu("all-fast"),
+}
+
+
+def assert_alike_by_gpu(program: Program, maker: str, engine: str) -> None:
+    rows = ENGINES[engine]()
+    plain = Plain(rows, sparse=maker == "SparseAdam")
+    found = differences(program, MAKERS[maker], rows, plain)
+    assert max(found) < 5e-6, found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_programs_on_a_gpu(program: Program, maker: str) -> None:
+    for engine in ENGINES:
+        assert_alike_by_gpu(program, maker, engine)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the whole list runs on a GPU")
+@pytest.mark.parametrize(
+    ("program", "maker", "engine"),
+    [
+        (clips_between_passes, "Adagrad", "zero-copy"),
+        (uses_some_tables, "SparseAdam", "most-recent"),
+        (freezes, "SGD", "all-fast"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_programs_on_a_gpus_engine(program: Program, maker: str, engine: str) -> None:
+    assert_alike_by_gpu(program, maker, engine)
 
 
 # -- what is refused -------------------------------------------------------------------------
@@ -611,6 +658,11 @@ def initialises(model: Rows) -> None:
     trained(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def penalises_parameters(model: Rows) -> None:
+    loss = model.loss(next(batches(1)))
+    (loss + sum(weight.square().sum() for weight in model.parameters())).backward()
+
+
 def changes_its_class(model: Rows) -> None:
     trained(model, torch.optim.SGD(model.parameters(), lr=0.1))
     trained(model, torch.optim.Adagrad(model.parameters(), lr=0.1))
@@ -653,6 +705,7 @@ REFUSED: dict[str, tuple[Callable[[Rows], None], str]] = {
     "adds noise": (adds_noise, "something else than a multiplication"),
     "another norm": (clips_another_norm, "norm_type=inf.*norm_type=2 only"),
     "no optimizer": (has_no_optimizer, "no optimizer holds the tables' stand-ins"),
+    "penalises": (penalises_parameters, "the loss uses the parameter that stands for table 'a'"),
     "initialises": (initialises, "was written to.*init=.*load_weights"),
     "another class": (changes_its_class, "rows have the state of SGD, and Adagrad steps them"),
 }

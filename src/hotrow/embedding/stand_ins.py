@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class StandIns:
         self.parameters = [StandIn(value) for value in self._values]
         for parameter, name in zip(self.parameters, tables, strict=True):
             parameter.table, parameter.owner = name, lambda: None
+            parameter.register_hook(partial(_refuse_gradient, name))
         self._dense = list(self._grads)  # the gradients of those that are not sparse
         _refuse_other_norms()
         for grad in self._dense:
@@ -156,6 +157,16 @@ def _refuse_other_norms() -> None:
         return of_torch(tensors, norm_type, *args, **kwargs)
 
     clip_grad._get_total_norm = total_norm
+
+
+def _refuse_gradient(table: str, grad: Tensor | None) -> None:
+    """Raise if a loss uses a stand-in itself; a lookup gives it no gradient of autograd's."""
+    if grad is not None:
+        raise RuntimeError(
+            f"the loss uses the parameter that stands for table {table!r}, such as a sum of squares "
+            "over model.parameters(). It holds no rows, so this would not act on them; leave it "
+            "out, and penalise the vectors that a batch looks up"
+        )
 
 
 def _as_sparse(values: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from hotrow.embedding import dense_steps
 from hotrow.embedding.row_groups import Group, RowGroups
-from hotrow.embedding.waiting import RowSums, WaitingGrads
+from hotrow.embedding.waiting import WaitingGrads
+from hotrow.engine.row_sums import RowSums
 from hotrow.engine.split_batch import Place
 from hotrow.engine.work import Work
 from hotrow.inputs.batch import Lookups
@@ -225,7 +226,8 @@ class PendingStep:
         self._promise(current)
         row_grads = _RowGrads(call, work, x, grads, None, current)
         # Parts of a batch are joined first, bag by bag.
-        if work.whole is None and (self._accumulating or not self.at_once):
+        waits = self._accumulating or not (self.at_once or self.for_step is not None)
+        if work.whole is None and waits:
             row_grads.summed()  # they may wait for long, and bags' gradients are larger
         self._waiting.append(row_grads)
         if grads.is_cuda:
@@ -325,9 +327,9 @@ class PendingStep:
         ]
         tables = self._tables_in(by_group)
         if self.for_step is not None:
-            groups = self._rows.groups
-            sums = {groups.index(group): RowSums(*_join(group, x)) for group, x in by_group}
-            self.for_step.add(sums, tables)
+            self.for_step.add(
+                {self._rows.groups.index(group): _sums(group, x) for group, x in by_group}, tables
+            )
             return
         if self.at_once:
             with uninterrupted():
@@ -356,20 +358,28 @@ class PendingStep:
                 _update(*update)
 
     @torch.no_grad()
-    def step(self, tables: Sequence[str], grad_scale: Any = None) -> None:
+    def step(self, tables: Sequence[str], grad_scale: Tensor | None = None) -> None:
         """Update the rows of some tables from the gradients that wait for an optimizer's step."""
         assert self.for_step is not None
         with self.writing():
-            parts = self.for_step.of_step(tables)
-            updates = [(group, sums.ids, sums.grads, sums.work) for group, sums in parts]
-            if grad_scale is not None:
-                updates = [(group, ids, x / grad_scale, work) for group, ids, x, work in updates]
-            if self._skip(updates):
-                return
+            if self._on_nonfinite != "propagate":
+                bad = self.for_step.bad_row(tables)
+                if bad is not None and self._on_nonfinite == "skip":
+                    return
+                if bad is not None:
+                    raise self._not_finite(*bad)
             with uninterrupted():
-                self._count_step(tuple(tables))
-                for update in updates:
-                    _update(*update)
+                if capturing():  # nothing has run yet; a replay counts
+                    self._optimizer.capture_step(tuple(tables))
+                else:
+                    self._count_step(tuple(tables))
+                self.for_step.step(tables, grad_scale)
+
+    def _not_finite(self, row: str, value: float) -> FloatingPointError:
+        return FloatingPointError(
+            f"update {max(self._optimizer.steps) + 1}: the gradient of {row} holds {value}; no row "
+            "was changed. on_nonfinite='skip' leaves such updates out"
+        )
 
     def _count_step(self, tables: tuple[str, ...]) -> None:
         self._optimizer.count_step(tables)
@@ -417,11 +427,7 @@ class PendingStep:
             if self._on_nonfinite == "error":
                 bad = int((~finite).any(dim=1).int().argmax())
                 value = float(grads[bad][~finite[bad]][0])
-                raise FloatingPointError(
-                    f"update {max(self._optimizer.steps) + 1}: the gradient of "
-                    f"{group.layout.describe(int(ids[bad]))} holds {value}; no row was changed. "
-                    "on_nonfinite='skip' leaves such updates out"
-                )
+                raise self._not_finite(group.layout.describe(int(ids[bad])), value)
             return True
         return False
 
@@ -429,6 +435,21 @@ class PendingStep:
 def _update(group: Group, ids: Tensor, grads: Tensor, work: Work | None) -> None:
     with group.timed(work):
         group.update(ids, grads, work)
+
+
+def _sums(group: Group, waiting: list[_RowGrads]) -> list[RowSums]:
+    """Return the sums of each lookup."""
+    return [
+        RowSums(*each.of_rows, each.work)
+        if each.of_bags is None and each.of_rows is not None
+        else group.sums.of_batch(each.work, each.x, _present(each.of_bags))
+        for each in waiting
+    ]
+
+
+def _present(grads: Tensor | None) -> Tensor:
+    assert grads is not None
+    return grads
 
 
 def _join(group: Group, waiting: list[_RowGrads]) -> tuple[Tensor, Tensor, Work | None]:

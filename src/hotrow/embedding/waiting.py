@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from hotrow.embedding.row_groups import Group, RowGroups
 from hotrow.embedding.stand_ins import StandIns
-from hotrow.engine.work import Work
-from hotrow.kernels import reference
-
-
-@dataclass(frozen=True)
-class RowSums:
-    """Gradients of rows of one width: ids, ascending and each once, and sums [n, dim]."""
-
-    ids: Tensor
-    grads: Tensor
-    work: Work | None  # the batch, if all rows are of one
+from hotrow.engine.row_sums import RowSums
 
 
 class WaitingGrads:
@@ -38,24 +27,21 @@ class WaitingGrads:
         self._rows, self._stand_ins = rows, stand_ins
         self._refuse_unheld = weakref.WeakMethod(refuse_unheld)  # its object owns this one
         self._sums: dict[int, RowSums] = {}  # by the place of a group
+        # By the place of a group: where its tables stand among all.
+        self._places: dict[int, Tensor] = {}
+        self._masks: dict[tuple[bool, ...], Tensor] = {}
 
-    def add(self, sums: dict[int, RowSums], tables: Collection[str]) -> None:
-        """Add the gradients of a backward pass; `tables` have one, perhaps of no row."""
+    def add(self, sums: Mapping[int, Sequence[RowSums]], tables: Collection[str]) -> None:
+        """Add the gradients of a backward pass, by the place of a group; `tables` have one,
+        perhaps of no row."""
         waiting = self._stand_ins.waiting()
         self._follow(waiting)
-        for place, new in sums.items():
-            old = self._sums.get(place)
-            self._sums[place] = new if old is None else self._added(place, old, new)
+        for place, news in sums.items():
+            olds = [self._sums[place]] if place in self._sums else []
+            self._sums[place] = self._group(place).sums.joined([*olds, *news])
         names = self._stand_ins.names
-        places = [place for place, name in enumerate(names) if waiting[place] or name in tables]
-        self._stand_ins.publish(self._norms(), places)
-
-    def _added(self, place: int, old: RowSums, new: RowSums) -> RowSums:
-        ids = reference.sort_ids(
-            torch.cat([old.ids, new.ids]), self._rows.groups[place].layout.num_rows
-        )
-        grads = reference.sum_pairs(torch.cat([old.grads, new.grads]), ids)
-        return RowSums(ids.ids, grads, None)
+        given = [place for place, name in enumerate(names) if waiting[place] or name in tables]
+        self._stand_ins.publish(self._norms(), given)
 
     def _follow(self, waiting: Sequence[bool]) -> None:
         """Do to the gradients that wait what was done to the stand-ins' since."""
@@ -68,64 +54,59 @@ class WaitingGrads:
         if refuse_unheld is not None:
             refuse_unheld()
         self._stand_ins.refuse_other_changes()
-        factors = self._stand_ins.factors()
-        kept = self._stand_ins.with_grad()
-        for place, sums in list(self._sums.items()):
-            tables = self._tables_of(place, sums.ids)
-            sums = _taken(sums, kept[tables])
-            self._sums[place] = _scaled(sums, factors, self._tables_of(place, sums.ids))
+        factors, kept = self._stand_ins.factors(), self._stand_ins.with_grad()
+        for place, sums in self._sums.items():
+            mine = self._places_of(place)
+            self._sums[place] = self._group(place).sums.scaled(sums, factors[mine], kept[mine])
 
-    def _tables_of(self, place: int, ids: Tensor) -> Tensor:
-        """Return the place of each row's table among all."""
-        layout = self._rows.groups[place].layout
-        names = self._stand_ins.names
-        numbers = torch.tensor([names.index(table.name) for table in layout.tables])
-        return numbers.to(ids.device)[layout.table_of(ids)]
+    def _group(self, place: int) -> Group:
+        return self._rows.groups[place]
+
+    def _places_of(self, place: int) -> Tensor:
+        if place not in self._places:
+            names = self._stand_ins.names
+            numbers = [names.index(table.name) for table in self._group(place).layout.tables]
+            self._places[place] = torch.tensor(numbers, device=self._stand_ins.device)
+        return self._places[place]
 
     def _norms(self) -> Tensor:
-        """Return the norm of each table's gradients, [T]; 0 without any.
+        """Return the norm of each table's gradients, [T]; 0 without any."""
+        norms = torch.zeros(len(self._stand_ins.names), device=self._stand_ins.device)
+        for place, sums in self._sums.items():
+            mine = self._group(place).sums.norms(sums)
+            norms.index_copy_(0, self._places_of(place), mine.to(norms.device))
+        return norms
 
-        Squares are summed in the order of ids, so that bits depend on nothing else.
+    def step(self, tables: Collection[str], grad_scale: Tensor | None) -> None:
+        """Update the rows of some tables; gradients are divided by `grad_scale`.
+
+        They go on waiting, as torch's do.
         """
-        norms = torch.zeros(len(self._stand_ins.names), dtype=torch.float64)
+        factors = self._stand_ins.factors()
+        if grad_scale is not None:
+            factors = factors / grad_scale
+        stepped = self._mask(tables) & self._stand_ins.with_grad()
         for place, sums in self._sums.items():
-            group = self._rows.groups[place]
-            squares = reference.row_sum(sums.grads * sums.grads).squeeze(1)
-            moves = group.store.frozen.moving(sums.ids)
-            if moves is not None:
-                squares = squares.masked_fill(~moves, 0.0)
-            bases = torch.tensor([*group.layout.bases, group.layout.num_rows])
-            bounds = torch.searchsorted(sums.ids, bases.to(sums.ids.device)).tolist()
-            for table, low, high in zip(group.layout.tables, bounds, bounds[1:], strict=False):
-                at = self._stand_ins.names.index(table.name)
-                norms[at] = squares[low:high].double().sum().sqrt()
-        return norms.float()
+            mine = self._places_of(place)
+            self._group(place).sums.update(sums, factors[mine], stepped[mine])
 
-    def of_step(self, tables: Collection[str]) -> list[tuple[Group, RowSums]]:
-        """Return what a step of these tables applies. It goes on waiting, as torch's does."""
-        factors, names = self._stand_ins.factors(), self._stand_ins.names
-        stepped = torch.tensor([name in tables for name in names], device=factors.device)
-        stepped &= self._stand_ins.with_grad()
-        parts = []
+    def _mask(self, tables: Collection[str]) -> Tensor:
+        key = tuple(name in tables for name in self._stand_ins.names)
+        if key not in self._masks:
+            self._masks[key] = torch.tensor(key, device=self._stand_ins.device)
+        return self._masks[key]
+
+    def bad_row(self, tables: Collection[str]) -> tuple[str, float] | None:
+        """Return a row of these tables whose gradient is not finite, and a value of it."""
+        stepped = self._mask(tables) & self._stand_ins.with_grad()
         for place, sums in self._sums.items():
-            sums = _taken(sums, stepped[self._tables_of(place, sums.ids)])
-            sums = _scaled(sums, factors, self._tables_of(place, sums.ids))
-            group = self._rows.groups[place]
-            if group.strategy.on_host:  # its update works in place
-                sums = replace(sums, grads=sums.grads.clone())
-            if sums.ids.numel():
-                parts.append((group, sums))
-        return parts
-
-
-def _taken(sums: RowSums, taken: Tensor) -> RowSums:
-    """Return the gradients of some rows."""
-    if bool(taken.all()):
-        return sums
-    return RowSums(sums.ids[taken], sums.grads[taken], sums.work)
-
-
-def _scaled(sums: RowSums, factors: Tensor, tables: Tensor) -> RowSums:
-    if bool((factors == 1).all()):
-        return sums
-    return RowSums(sums.ids, sums.grads * factors[tables].unsqueeze(1), sums.work)
+            group = self._group(place)
+            moves = stepped[self._places_of(place)][group.layout.table_of(sums.ids.long())]
+            for mask in (sums.valid, group.store.frozen.trained(sums.ids)):
+                moves = moves if mask is None else moves & mask
+            bad = moves & ~sums.grads.isfinite().all(1)
+            if bool(bad.any()):
+                row = int(bad.int().argmax())
+                grad = sums.grads[row]
+                return group.layout.describe(int(sums.ids[row])), float(grad[~grad.isfinite()][0])
+        return None

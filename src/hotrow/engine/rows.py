@@ -23,6 +23,7 @@ from hotrow.engine.direct import DirectPath, HostDirectPath
 from hotrow.engine.memory import AllRows, FixedSlots, SlotMemory
 from hotrow.engine.mover import CopyMover, NoMoves
 from hotrow.engine.planning import AllRowsPlanning, Outcome, SlotPlanning
+from hotrow.engine.row_sums import HostSums
 from hotrow.engine.rules import PlannerRules
 from hotrow.engine.scratchpad import FREE
 from hotrow.engine.settings import Settings
@@ -41,6 +42,7 @@ class RowGroup:
     active = True  # False: another engine trains the same rows now
     notes_changes = True  # every change of a row is noted in the store
     fill_choice: Any = None  # how a GPU moves rows, and why
+    sums_kind: type[HostSums] = HostSums
     # Different rows of a batch, before the first is planned; None: not known.
     expected_rows: int | None = None
 
@@ -140,6 +142,11 @@ class RowGroup:
                 if work.plan is not None and not work.collected:
                     with self.lanes.on("rows"):
                         self.mover.fill(work)
+
+    @property
+    def sums(self) -> HostSums:
+        """Sums gradients that wait for an optimizer's step. Not kept: it refers to this object."""
+        return self.sums_kind(self)
 
     def slots_hold(self, work: Work) -> bool:
         """Whether a batch's rows are in the slots that were planned for it."""

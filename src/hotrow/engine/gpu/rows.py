@@ -25,6 +25,7 @@ from hotrow.engine.gpu.planner import (
     id_type_of,
 )
 from hotrow.engine.gpu.planning import AllPlanner, DeviceAllRowsPlanning, DevicePlanning, Inputs
+from hotrow.engine.gpu.row_sums import DeviceSums
 from hotrow.engine.gpu.staged import Staged
 from hotrow.engine.memory import Buffer
 from hotrow.engine.mover import NoMoves
@@ -67,6 +68,7 @@ def _all_rows(settings: Settings) -> RowGroup:
     direct = AllRowsDirectPath(settings, memory, mover, arithmetic, planning.moves_in_flight)
     group.use(memory, planning, mover, arithmetic, direct)
     group.capture = InGraph(scalars, inputs.room, memory.store)
+    group.sums_kind = DeviceSums
     return group
 
 
@@ -97,6 +99,7 @@ def _slots(settings: Settings, share: Share) -> RowGroup:
     group.use(*builder.without_slots())
     group.capture = InGraph(builder.scalars, builder.inputs.room, host.store)
     group.fill_choice = host.fill_choice
+    group.sums_kind = DeviceSums
     group.plan_room = PlanRoom(group, builder.with_slots, host.share, builder.packet_bytes)
     return group
 

@@ -25,6 +25,7 @@ from hotrow.engine.host.table import HostTable
 from hotrow.engine.memory import ALL_AT_ONCE, FixedSlots
 from hotrow.engine.mover import NoMoves
 from hotrow.engine.planning import Outcome
+from hotrow.engine.row_sums import HostSums
 from hotrow.engine.rows import RowGroup, grads_by_row
 from hotrow.engine.settings import Settings
 from hotrow.engine.strategy import Strategy
@@ -80,6 +81,11 @@ class HostRows:
 
     def go_direct(self, work: Work) -> bool:
         return False
+
+    @property
+    def sums(self) -> HostSums:
+        """Sums gradients that wait for an optimizer's step."""
+        return HostSums(self)
 
     def slots_hold(self, work: Work) -> bool:
         return False

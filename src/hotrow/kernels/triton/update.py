@@ -85,16 +85,19 @@ def sum_by_row(
     divisor: Tensor | None,  # [bags, 1] float32
     segments: Segments,
     padding: int | None = None,
+    most: int | None = None,
 ) -> Tensor:
     """The gradient of each unique row, [R, dim] float32; only the first U are written.
 
-    The id `padding` has none: its lookups may lie behind those that have a bag.
+    The id `padding` has none: its lookups may lie behind those that have a bag. `most`: R, if it
+    is known that U is no larger.
     """
-    most, dim = segments.ids.numel(), grads.shape[1]
-    out = torch.empty(most, dim, dtype=torch.float32, device=grads.device)
+    dim = grads.shape[1]
+    rows = segments.ids.numel() if most is None else most
+    out = torch.empty(rows, dim, dtype=torch.float32, device=grads.device)
     place = None
     if padding is not None:
-        place = torch.arange(most, dtype=torch.int32, device=grads.device)
+        place = torch.arange(segments.ids.numel(), dtype=torch.int32, device=grads.device)
         place = torch.where(segments.ids == padding, -1, place)
     _reduce(out, place, segments, Terms(grads, bag_of, weights, divisor), _NO_STEP, -1, dim)
     return out
@@ -134,6 +137,7 @@ def update_rows(
     dim: int,
     null_slot: int = -1,  # entries of `index` that are skipped
     frozen: Tensor | None = None,  # a bit for each id that is skipped: int32 words
+    factors: Tensor | None = None,  # [n] float32: of the gradients
 ) -> None:
     """One optimizer step on some rows, each at most once, from gradients already summed."""
     num_rows = row_grads.shape[0]
@@ -143,7 +147,7 @@ def update_rows(
     tile = tile_rows(columns)
     place = Place(rows, rows.stride(0), index, ids, frozen, None)
     _update_rows[(min(triton.cdiv(num_rows, tile), MOST_PROGRAMS),)](
-        place, null_slot, 0, count, num_rows, row_grads.contiguous(),
+        place, null_slot, 0, count, num_rows, row_grads.contiguous(), factors,
         *_step_of(rule, scalars, bases), dim, columns, tile,
         num_warps=tile_warps(columns), **EXACT,
     )  # fmt: skip
@@ -409,6 +413,7 @@ def _update_rows(
     count,
     num_rows,
     row_grads,
+    factors,  # [n], or None
     settings,
     SEARCH: tl.constexpr,
     RULE: tl.constexpr,
@@ -428,6 +433,8 @@ def _update_rows(
         old = _read(place, slot, moves, RULE, DIM, COLUMNS, TILE)
         mask = moves[:, None] & (column < DIM)
         grad = tl.load(row_grads + row.to(tl.int64)[:, None] * DIM + column, mask=mask, other=0.0)
+        if factors is not None:
+            grad = grad * tl.load(factors + row, mask=moves, other=1.0)[:, None]
         _write(place, slot, moves, old, grad, settings, table, RULE, DIM, COLUMNS, TILE)
         tile += tl.num_programs(0)
 

@@ -1,0 +1,79 @@
+"""Gradients summed by row, which wait for an optimizer's step and may be scaled until then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotrow.engine.work import Work
+from hotrow.inputs.batch import Lookups
+from hotrow.kernels import reference
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """Gradients of rows of one width: ids, ascending and each once, and sums [n, dim]."""
+
+    ids: Tensor
+    grads: Tensor
+    work: Any = None  # the batch, if all rows are of one; a GPU's engine keeps no plan alive
+    valid: Tensor | None = None  # [n] bool: others are no rows, or have no gradient; None: all
+
+
+class HostSums:
+    """Sums whose number the host knows. Factors and masks are by table of the group, [T]."""
+
+    def __init__(self, group: Any) -> None:
+        self._group, self._layout = group, group.layout
+
+    def of_batch(self, work: Work, x: Lookups, grads: Tensor) -> RowSums:
+        """Sum the gradients of bags."""
+        ids, sums = self._group.grads_by_row(work, x, grads)
+        return RowSums(ids, sums, work)
+
+    def joined(self, parts: Sequence[RowSums]) -> RowSums:
+        """Add sums up, in their order."""
+        if len(parts) == 1:
+            return parts[0]
+        ids = reference.sort_ids(torch.cat([part.ids for part in parts]), self._layout.num_rows)
+        grads = torch.cat([part.grads for part in parts])
+        return RowSums(ids.ids, reference.sum_pairs(grads, ids))
+
+    def scaled(self, sums: RowSums, factors: Tensor, kept: Tensor) -> RowSums:
+        """Multiply the gradients of each table; drop those of tables that are not kept."""
+        tables = self._layout.table_of(sums.ids)
+        if not bool(kept.all()):
+            taken = kept[tables]
+            sums = RowSums(sums.ids[taken], sums.grads[taken], sums.work)
+            tables = tables[taken]
+        if bool((factors == 1).all()):
+            return sums
+        return replace(sums, grads=sums.grads * factors[tables].unsqueeze(1))
+
+    def norms(self, sums: RowSums) -> Tensor:
+        """Return the norm of each table's gradients, [T]; 0 without any.
+
+        Squares are summed in the order of ids, so that bits depend on nothing else.
+        """
+        squares = reference.row_sum(sums.grads * sums.grads).squeeze(1)
+        moves = self._group.store.frozen.moving(sums.ids)
+        if moves is not None:
+            squares = squares.masked_fill(~moves, 0.0)
+        bases = torch.tensor([*self._layout.bases, self._layout.num_rows])
+        bounds = torch.searchsorted(sums.ids, bases.to(sums.ids.device)).tolist()
+        pairs = pairwise(bounds)
+        return torch.stack([squares[low:high].double().sum().sqrt() for low, high in pairs]).float()
+
+    def update(self, sums: RowSums, factors: Tensor, stepped: Tensor) -> None:
+        """Make one optimizer step on the rows of some tables."""
+        sums = self.scaled(sums, factors, stepped)
+        if self._group.strategy.on_host:  # its update works in place, and these go on waiting
+            sums = replace(sums, grads=sums.grads.clone())
+        if sums.ids.numel():
+            with self._group.timed(sums.work):
+                self._group.update(sums.ids, sums.grads, sums.work)
