@@ -705,7 +705,7 @@ REFUSED: dict[str, tuple[Callable[[Rows], None], str]] = {
     "adds noise": (adds_noise, "something else than a multiplication"),
     "another norm": (clips_another_norm, "norm_type=inf.*norm_type=2 only"),
     "no optimizer": (has_no_optimizer, "no optimizer holds the tables' stand-ins"),
-    "penalises": (penalises_parameters, "the loss uses the parameter that stands for table 'a'"),
+    "penalises": (penalises_parameters, "the loss uses the parameter that stands for table"),
     "initialises": (initialises, "was written to.*init=.*load_weights"),
     "another class": (changes_its_class, "rows have the state of SGD, and Adagrad steps them"),
 }

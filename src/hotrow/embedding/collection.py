@@ -132,8 +132,9 @@ class EmbeddingBagCollection(nn.Module):
         self.pins = Pins(self._rows, self.pipeline)
         self.optimizer.belongs_to(self.row_access)
         self._anchor = torch.empty(0, requires_grad=True)  # makes autograd call us back
+        self.torch_steps: TorchSteps | None = None
         if self._stand_ins is not None:
-            self._torch_steps = TorchSteps(
+            self.torch_steps = TorchSteps(
                 self._rows, self._stand_ins, self._step, self.pipeline,
                 idle=idle, is_known=optimizer is not None,
             )  # fmt: skip

@@ -193,6 +193,7 @@ class PendingStep:
         self._checks_left = _MOST_CHECKS  # for passes without an optimizer step in between
         # For the step of an optimizer; None: the end of a backward pass is the step.
         self.for_step: WaitingGrads | None = None
+        self._fuses = False  # the step comes at once, so the end of the pass may update rows
         self._stream: torch.cuda.Stream | None = None  # where the newest gradients were made
 
     @property
@@ -281,6 +282,15 @@ class PendingStep:
                     self.finish()
 
     @contextmanager
+    def fused(self) -> Iterator[None]:
+        """Inside, the end of a backward pass updates rows, although they wait for a step."""
+        before, self._fuses = self._fuses, True
+        try:
+            yield
+        finally:
+            self._fuses = before
+
+    @contextmanager
     def accumulate(self) -> Iterator[None]:
         self._forget_failed()
         before = len(self._waiting)
@@ -326,7 +336,7 @@ class PendingStep:
             if (row_grads := [x for x in waiting if x.work.group is group])
         ]
         tables = self._tables_in(by_group)
-        if self.for_step is not None:
+        if self.for_step is not None and not self._fuses:
             self.for_step.add(
                 {self._rows.groups.index(group): _sums(group, x) for group, x in by_group}, tables
             )
@@ -404,7 +414,7 @@ class PendingStep:
     @property
     def at_once(self) -> bool:
         """Whether sums go from backward to the update unseen: nothing scales or checks them."""
-        if self.for_step is not None:
+        if self.for_step is not None and not self._fuses:
             return False
         return self.grad_scale is None and self._on_nonfinite == "propagate"
 

@@ -34,9 +34,14 @@ def _with_rows(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     state = dict(saved["state"])
     for number, param, owner in held:
         rows = owner.rows.copy_state(param.table)
-        if number in state and rows:
-            state[number] = {**state[number], **rows}
+        if rows:
+            state[number] = {"step": _step_of(optimizer, owner.steps(param.table)), **rows}
     return {**saved, "state": state}
+
+
+def _step_of(optimizer: Optimizer, count: int) -> Any:
+    """Return a number of steps as torch's optimizers keep it."""
+    return count if isinstance(optimizer, torch.optim.SparseAdam) else torch.tensor(float(count))
 
 
 def _check_room(needed: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import cache, wraps
 from typing import Any
 from weakref import WeakSet
@@ -123,6 +123,10 @@ class TorchSteps:
     def rows(self) -> Any:
         return self._optimizer.rows
 
+    def steps(self, table: str) -> int:
+        """Return how often a table's rows were updated."""
+        return self._optimizer.steps[self._optimizer.names.index(table)]
+
     def state_bytes(self, table: str) -> int:
         """Return the bytes of a table's optimizer state."""
         return sum(4 * rows * width for rows, width in self.rows.state_shapes(table).values())
@@ -151,15 +155,47 @@ class TorchSteps:
         tables = [name for name in tables if name in groups]
         if not tables:
             return
-        if optimizer is not self._optimizer:
-            # Here, not before: a closure, or a hook of the user, may have changed settings.
-            rules = self._rules(optimizer, groups)
-            for group in self._optimizer.param_groups:
-                if group["name"] in tables:
-                    group.update(rules[group["name"]].settings)
+        # Here, not before: a closure, or a hook of the user, may have changed settings.
+        self._follow(optimizer, {name: groups[name] for name in tables})
         if not _was_skipped(optimizer):
             self._pending.step(tables, getattr(optimizer, "grad_scale", None))
         self._stand_ins.reset()
+
+    def _follow(self, optimizer: Optimizer, groups: Mapping[str, Any]) -> None:
+        """Take the settings of an optimizer's param groups for some tables."""
+        if optimizer is self._optimizer:
+            return
+        rules = self._rules(optimizer, groups)
+        for group in self._optimizer.param_groups:
+            if group["name"] in rules:
+                group.update(rules[group["name"]].settings)
+
+    def fused(self) -> AbstractContextManager[None]:
+        """Inside, the end of a backward pass updates rows; `in_one_step` comes before."""
+        return self._pending.fused()
+
+    def in_one_step(self) -> Optimizer:
+        """Prepare a backward pass that the step of one optimizer follows at once, which is
+        returned: the end of the pass may then update rows."""
+        holders = list(self._holders)
+        if len(holders) != 1:
+            raise RuntimeError(
+                f"{len(holders)} optimizers hold the stand-ins of tables; a step that hotrow makes "
+                "needs exactly one, such as torch.optim.Adagrad(model.parameters())"
+            )
+        held = [groups for owner, groups in _held_by(holders[0]) if owner is self]
+        groups = held[0] if held else {}
+        if len(groups) < len(self._stand_ins.names):
+            missing = next(name for name in self._stand_ins.names if name not in groups)
+            raise RuntimeError(
+                f"{type(holders[0]).__name__} does not hold the stand-in of table {missing!r}; a "
+                "step that hotrow makes needs one optimizer for all tables, or frozen rows "
+                "(embedding.freeze_rows)"
+            )
+        self._use(holders[0], self._rules(holders[0], groups))
+        self._take_over(holders[0], groups)
+        self._follow(holders[0], groups)
+        return holders[0]
 
     def _take_over(self, optimizer: Optimizer, tables: Mapping[str, Any]) -> None:
         """Begin with new state if another optimizer has stepped these tables before."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hotrow.embedding import dense_steps
-from hotrow.embedding.collection import some_collections_in
+from hotrow.embedding.collection import collections_in, some_collections_in
 from hotrow.embedding.optimizer import RowOptimizer
 from hotrow.engine.split_batch import Split
 from hotrow.support.streams import Lanes
@@ -66,7 +66,7 @@ def graphed(
     Batches of another size than `batch_size`, or with more than `max_lookups` ids, run eagerly,
     with the same bits. Without these, shapes that come often are captured, with room for the
     largest batch seen. On a CPU every step runs eagerly. `clip_norm` is the maximum gradient norm
-    of the dense part.
+    of the dense part, and of rows with `update="step"`.
     """
     if not callable(loss_fn) or not callable(labels):
         wrong = "loss_fn" if not callable(loss_fn) else "labels"
@@ -116,6 +116,10 @@ class GraphedStep:
         self._compiles, self._full = compile, 0  # samples of the largest batch of a run so far
         self._around, self._in_forward = around, in_forward
         self._split: Split | None = None
+        collections = collections_in(model).values()
+        # Of collections whose rows wait for an optimizer's step.
+        self._waiting = [c.torch_steps for c in collections if c.torch_steps is not None]
+        self._row_optimizers: list[torch.optim.Optimizer] = []
         self.landing: CapturedStep | None = None
         if lanes is not None:
             self.landing = CapturedStep(
@@ -150,6 +154,9 @@ class GraphedStep:
     def run(self, batch: Any) -> Tensor:
         """Run one step; the loss lasts until the next."""
         dense_steps.note(self._optimizer)  # a replay calls no hook, and a failed step counts too
+        if self._waiting:
+            optimizers = [steps.in_one_step() for steps in self._waiting]
+            self._row_optimizers = [x for x in optimizers if x is not self._optimizer]
         if self._compiles:  # captured steps, which call nothing, count as well
             self._full = max(self._full, len(self.labels(batch)))
         if self._split is not None:
@@ -171,13 +178,24 @@ class GraphedStep:
         return self.landing.run(batch, split)
 
     def _once(self, batch: Any) -> Tensor:
-        with self._around():
+        with self._around(), self._fused():
             loss = self._loss_of(batch)
-            if self._optimizer is not None:
-                self._optimizer.zero_grad()
+            self._zero_grad()
             loss.backward()
             self._update()
         return loss.detach()
+
+    def _fused(self) -> ExitStack:
+        """Let the end of `backward()` update rows, if nothing is to be done to their gradients."""
+        stack = ExitStack()
+        for steps in self._waiting if self._clip_norm is None else ():
+            stack.enter_context(steps.fused())
+        return stack
+
+    def _zero_grad(self) -> None:
+        for optimizer in (self._optimizer, *self._row_optimizers):
+            if optimizer is not None:
+                optimizer.zero_grad()
 
     def begin_run(self) -> None:
         """Begin a run, whose batches may be of another size than before."""
@@ -200,9 +218,8 @@ class GraphedStep:
         The loss of a part is its share of the mean over the whole batch, so gradients add up to
         those of the whole; rows and dense weights are updated once, at the end.
         """
-        with self._around(), ExitStack() as joined:
-            if self._optimizer is not None:
-                self._optimizer.zero_grad()
+        with self._around(), self._fused(), ExitStack() as joined:
+            self._zero_grad()
             for collection in split.collections:
                 joined.enter_context(collection.accumulate())
             loss = self._train_part(batch, split, 0, split.first)
@@ -228,14 +245,15 @@ class GraphedStep:
         return loss.detach()
 
     def _update(self) -> None:
-        """Update the dense part."""
+        """Update the dense part, and rows that wait for an optimizer's step."""
+        optimizers = [x for x in (self._optimizer, *self._row_optimizers) if x is not None]
         if self._clip_norm is not None:
             weights: Any = self._model.parameters()
             if self._optimizer is not None:  # gradients of other weights are not zeroed, and grow
-                weights = dense_steps.weights_of(self._optimizer)
+                weights = [x for each in optimizers for x in dense_steps.weights_of(each)]
             nn.utils.clip_grad_norm_(weights, self._clip_norm)
-        if self._optimizer is not None:
-            self._optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 def _mean_loss(loss_fn: Callable[[Any, Any], Tensor], predictions: Any, labels: Any) -> Tensor:
