@@ -151,8 +151,7 @@ class EmbeddingBagCollection(nn.Module):
         """Return what makes autograd call back for the rows of a group."""
         if self._stand_ins is None:
             return (self._anchor,)
-        by_name = dict(zip(self._stand_ins.names, self._stand_ins.parameters, strict=True))
-        return [by_name[table.name] for table in group.layout.tables]
+        return self._stand_ins.of_tables(tuple(table.name for table in group.layout.tables))
 
     # As torch's attribute, but `eval()` in a thread that does not train holds for that thread.
     @property

@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hotrow.engine.row_sums import TableGrads
 from hotrow.support.streams import capturing
 
 # A gradient is [[norm, MARK]]. Clipping and unscaling multiply both by the same factor, which the
 # mark gives back to the last bit, as it is a power of two. It is too small to change a norm.
 MARK = 2.0**-40
+_WATCHED_PASSES = 3  # in which a loss over the stand-ins themselves is noticed
+_FLAG_STEPS = 8  # between two looks at a flag of the device
 _CLOSE = 1e-4  # how far a norm may be from norm times factor: two roundings are far below
 
 
@@ -40,13 +43,15 @@ class StandIns:
         # Of all tables side by side: one launch sets or resets them all.
         self._values = torch.zeros(len(tables), 1, 2, device=device)
         self._grads = torch.zeros(len(tables), 1, 2, device=device)
-        self._published = torch.zeros(len(tables), device=device)  # norms
-        self._without = torch.tensor([0.0, MARK], device=device)  # what no gradient reads as
+        self._norms = torch.zeros(len(tables), device=device)  # as they were published
         self._found = _LateFlag(device)  # a gradient was changed by other means
         self.parameters = [StandIn(value) for value in self._values]
         for parameter, name in zip(self.parameters, tables, strict=True):
             parameter.table, parameter.owner = name, lambda: None
-            parameter.register_hook(partial(_refuse_gradient, name))  # type: ignore[no-untyped-call]
+        # A call for each table takes time, and who penalises parameters does so from the start on.
+        self._hooks = [x.register_hook(partial(_refuse_gradient, x.table)) for x in self.parameters]  # type: ignore[no-untyped-call]
+        self._passes = 0
+        self._by_tables: dict[tuple[str, ...], list[StandIn]] = {}
         self._dense = list(self._grads)  # the gradients of those that are not sparse
         _refuse_other_norms()
         for grad in self._dense:
@@ -63,34 +68,69 @@ class StandIns:
             if parameter.table in tables:
                 parameter.is_sparse_grad = is_sparse
 
+    def of_tables(self, tables: tuple[str, ...]) -> list[StandIn]:
+        """Return the stand-ins of some tables."""
+        if tables not in self._by_tables:
+            by_name = dict(zip(self.names, self.parameters, strict=True))
+            self._by_tables[tables] = [by_name[name] for name in tables]
+        return self._by_tables[tables]
+
     def waiting(self) -> list[bool]:
         """Return whether each table has a gradient: `zero_grad()` takes it away."""
         return [parameter.grad is not None for parameter in self.parameters]
 
-    def publish(self, norms: Tensor, places: Sequence[int]) -> None:
-        """Give these tables their gradients; `norms` has one for every table, [T]."""
-        self._published.copy_(norms)
-        self._grads[:, 0, 0] = norms
-        self._grads[:, 0, 1] = MARK
+    def table_grads(self, places: Tensor) -> TableGrads:
+        """Return where the gradients of the tables at some places are written."""
+        return TableGrads(self._norms, self._grads, MARK, places)
+
+    def clear(self) -> None:
+        """Let every gradient be that of no row."""
+        self._norms.zero_()
+        self._grads[:, 0, 0].zero_()
+        self._grads[:, 0, 1].fill_(MARK)
+
+    def publish(self, places: Sequence[int]) -> None:
+        """Give these tables their gradients."""
         for place in places:
             parameter, grad = self.parameters[place], self._dense[place]
             # Zeroing empties a sparse tensor for good.
             parameter.grad = _as_sparse(grad) if parameter.is_sparse_grad else grad
+        if self._hooks and self._passes == _WATCHED_PASSES:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+        self._passes += 1
 
-    def factors(self) -> Tensor:
-        """Return what each table's gradient was multiplied by since it was published, [T]; 1 for a
-        table without a gradient."""
-        return self._now()[:, 1] / MARK
+    def judge(self) -> tuple[Tensor, Tensor]:
+        """Return what each table's gradient was multiplied by since it was published, and whether
+        it has one that was not zeroed; [T] float32 and bool.
 
-    def with_grad(self) -> Tensor:
-        """Return whether each table has a gradient that was not zeroed, [T] bool."""
-        has = (self._now() != 0).any(1)
+        Raises if a gradient was changed by something else than a multiplication. On a GPU that is
+        known some steps later: the host does not wait for it.
+        """
+        now, is_late = self._now(), self.device.type == "cuda"
+        if is_late:
+            from hotrow.kernels.triton.norms import judge
+
+            factors, kept = judge(now, self._norms, MARK, _CLOSE, self._found.there)
+        else:
+            factors, kept = now[:, 1] / MARK, (now != 0).any(1)
+            is_close = torch.isclose(now[:, 0], self._norms * factors, rtol=_CLOSE, atol=1e-30)
+            # What becomes of NaN and of infinity is torch's affair.
+            is_close |= ~(now.isfinite().all(1) & self._norms.isfinite())
+            self._found.there |= (~is_close).any()
         for place, parameter in enumerate(self.parameters):
-            if parameter.grad is None:
-                has[place] = False
-            elif parameter.grad.is_sparse:
-                has[place] = bool(parameter.grad._nnz())
-        return has
+            if parameter.grad is None or (parameter.grad.is_sparse and not parameter.grad._nnz()):
+                kept[place] = False
+        if self._found.is_set():
+            when = "rows were updated without it" if is_late else "no row was changed"
+            raise RuntimeError(
+                "the gradient of a table was changed by something else than a multiplication (such "
+                "as clip_grad_value_), which cannot be done to the gradients of its rows: they are "
+                "not in one tensor. clip_grad_norm_, GradScaler and multiplying all gradients "
+                f"work; {when}"
+            )
+        return factors, kept
 
     def _now(self) -> Tensor:
         """Return norm and mark of each table's gradient as they are now, [T, 2]."""
@@ -101,27 +141,11 @@ class StandIns:
             now = now.clone()
             for place in other:
                 grad = self.parameters[place].grad
-                now[place] = self._without if grad is None else _values_of(grad)
+                if grad is None:  # as if it were untouched
+                    now[place, 0], now[place, 1] = self._norms[place], MARK
+                else:
+                    now[place] = _values_of(grad)
         return now
-
-    def refuse_other_changes(self) -> None:
-        """Raise if a gradient was changed by something else than a multiplication.
-
-        On a GPU that is known when the next step comes: the host does not wait for it.
-        """
-        now = self._now()
-        expected = self._published * (now[:, 1] / MARK)
-        is_close = torch.isclose(now[:, 0], expected, rtol=_CLOSE, atol=1e-30, equal_nan=True)
-        # inf times 0 is NaN here, and whatever torch makes of it there.
-        is_close |= ~(now.isfinite().all(1) & self._published.isfinite())
-        if not self._found.note(~is_close & self.with_grad()):
-            return
-        when = "no row was changed" if self.device.type == "cpu" else "rows were updated without it"
-        raise RuntimeError(
-            "the gradient of a table was changed by something else than a multiplication (such as "
-            "clip_grad_value_), which cannot be done to the gradients of its rows: they are not in "
-            f"one tensor. clip_grad_norm_, GradScaler and multiplying all gradients work; {when}"
-        )
 
     def refuse_other_values(self) -> None:
         """Raise if a stand-in was written to, where its rows were meant."""
@@ -185,27 +209,26 @@ def _values_of(grad: Tensor) -> Tensor:
 
 
 class _LateFlag:
-    """Whether something was true, read without a wait: on a GPU the answer comes later."""
+    """A flag that a device sets, read without a wait: its value is some steps old."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_late = device.type == "cuda"
+        self.there = torch.zeros(1, dtype=torch.int32, device=device)
+        self._is_late, self._asked = device.type == "cuda", 0
         self._copied: Any = None
-        if self._is_late:
-            self._there = torch.zeros((), dtype=torch.bool, device=device)
-            self._here = torch.zeros((), dtype=torch.bool, pin_memory=True)
+        self._here = torch.zeros(1, dtype=torch.int32, pin_memory=self._is_late)
 
-    def note(self, values: Tensor) -> bool:
-        """Note some values; return whether one was true, so far as is known."""
+    def is_set(self) -> bool:
         if not self._is_late:
-            return bool(values.any())
-        if capturing():
-            self._there |= values.any()
+            is_set = bool(self.there)
+            self.there.zero_()
+            return is_set
+        self._asked += 1
+        if self._asked % _FLAG_STEPS or capturing():
             return False
-        is_known = self._copied is not None and self._copied.query()
-        found = is_known and bool(self._here)
-        if self._copied is None or is_known:
-            self._there |= values.any()
-            self._here.copy_(self._there, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-        return found
+        if self._copied is not None and not self._copied.query():
+            return False
+        is_set = self._copied is not None and bool(self._here)
+        self._here.copy_(self.there, non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+        return is_set

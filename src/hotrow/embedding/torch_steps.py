@@ -145,7 +145,8 @@ class TorchSteps:
         rules = self._rules(optimizer, groups)
         self.hold(optimizer, groups)
         self._use(optimizer, rules)
-        self._stand_ins.refuse_other_changes()
+        if self._stand_ins.device.type == "cpu":
+            self._stand_ins.judge()  # before the dense part has changed
         self._take_over(optimizer, groups)
 
     def after(self, optimizer: Optimizer, groups: Mapping[str, Any]) -> None:
@@ -207,12 +208,17 @@ class TorchSteps:
             self._stepped[name] = weakref.ref(optimizer)
 
     def _rules(self, optimizer: Optimizer, groups: Mapping[str, Any]) -> dict[str, TorchRule]:
-        return {name: rule_for(optimizer, group, self._idle) for name, group in groups.items()}
+        # Most often all tables are in one group.
+        rules = {id(x): x for x in groups.values()}
+        by_group = {key: rule_for(optimizer, x, self._idle) for key, x in rules.items()}
+        return {name: by_group[id(group)] for name, group in groups.items()}
 
     def _use(self, optimizer: Optimizer, rules: Mapping[str, TorchRule]) -> None:
         """Let all rows have the state of an optimizer's rule."""
-        rule = _common_rule(rules)
         before = self._optimizer.rule
+        if self._is_known and all(each.rule is type(before) for each in rules.values()):
+            return
+        rule = _common_rule(rules)
         if not self._is_known:
             if rule.state_names:
                 what = f"the first use of {type(optimizer).__name__}, whose state rows get now,"

@@ -41,7 +41,11 @@ class WaitingGrads:
             self._sums[place] = self._group(place).sums.joined([*olds, *news])
         names = self._stand_ins.names
         given = [place for place, name in enumerate(names) if waiting[place] or name in tables]
-        self._stand_ins.publish(self._norms(), given)
+        if len(self._sums) < len(self._rows.groups):
+            self._stand_ins.clear()
+        for place, each in self._sums.items():
+            self._group(place).sums.write_norms(each, self._stand_ins.table_grads(self._at(place)))
+        self._stand_ins.publish(given)
 
     def _follow(self, waiting: Sequence[bool]) -> None:
         """Do to the gradients that wait what was done to the stand-ins' since."""
@@ -53,42 +57,34 @@ class WaitingGrads:
         refuse_unheld = self._refuse_unheld()
         if refuse_unheld is not None:
             refuse_unheld()
-        self._stand_ins.refuse_other_changes()
-        factors, kept = self._stand_ins.factors(), self._stand_ins.with_grad()
+        factors, kept = self._stand_ins.judge()
         for place, sums in self._sums.items():
-            mine = self._places_of(place)
-            self._sums[place] = self._group(place).sums.scaled(sums, factors[mine], kept[mine])
+            at = self._at(place)
+            self._sums[place] = self._group(place).sums.scaled(sums, at, factors, kept)
 
     def _group(self, place: int) -> Group:
         return self._rows.groups[place]
 
-    def _places_of(self, place: int) -> Tensor:
+    def _at(self, place: int) -> Tensor:
+        """Return where the tables of a group stand among all."""
         if place not in self._places:
             names = self._stand_ins.names
             numbers = [names.index(table.name) for table in self._group(place).layout.tables]
             self._places[place] = torch.tensor(numbers, device=self._stand_ins.device)
         return self._places[place]
 
-    def _norms(self) -> Tensor:
-        """Return the norm of each table's gradients, [T]; 0 without any."""
-        norms = torch.zeros(len(self._stand_ins.names), device=self._stand_ins.device)
-        for place, sums in self._sums.items():
-            mine = self._group(place).sums.norms(sums)
-            norms.index_copy_(0, self._places_of(place), mine.to(norms.device))
-        return norms
-
     def step(self, tables: Collection[str], grad_scale: Tensor | None) -> None:
         """Update the rows of some tables; gradients are divided by `grad_scale`.
 
         They go on waiting, as torch's do.
         """
-        factors = self._stand_ins.factors()
+        factors, stepped = self._stand_ins.judge()
         if grad_scale is not None:
             factors = factors / grad_scale
-        stepped = self._mask(tables) & self._stand_ins.with_grad()
+        if len(tables) < len(self._stand_ins.names):
+            stepped = stepped & self._mask(tables)
         for place, sums in self._sums.items():
-            mine = self._places_of(place)
-            self._group(place).sums.update(sums, factors[mine], stepped[mine])
+            self._group(place).sums.update(sums, self._at(place), factors, stepped)
 
     def _mask(self, tables: Collection[str]) -> Tensor:
         key = tuple(name in tables for name in self._stand_ins.names)
@@ -98,10 +94,10 @@ class WaitingGrads:
 
     def bad_row(self, tables: Collection[str]) -> tuple[str, float] | None:
         """Return a row of these tables whose gradient is not finite, and a value of it."""
-        stepped = self._mask(tables) & self._stand_ins.with_grad()
+        stepped = self._mask(tables) & self._stand_ins.judge()[1]
         for place, sums in self._sums.items():
             group = self._group(place)
-            moves = stepped[self._places_of(place)][group.layout.table_of(sums.ids.long())]
+            moves = stepped[self._at(place)][group.layout.table_of(sums.ids.long())]
             for mask in (sums.valid, group.store.frozen.trained(sums.ids)):
                 moves = moves if mask is None else moves & mask
             bad = moves & ~sums.grads.isfinite().all(1)

@@ -22,11 +22,25 @@ class RowSums:
     ids: Tensor
     grads: Tensor
     work: Any = None  # the batch, if all rows are of one; a GPU's engine keeps no plan alive
-    valid: Tensor | None = None  # [n] bool: others are no rows, or have no gradient; None: all
+    # [n] bool: others have no gradient; None: all have. The id `num_rows` is padding, anyhow.
+    valid: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TableGrads:
+    """What torch sees of the gradients of a collection's tables, and where the group's are.
+
+    A gradient is its norm and a mark; both are multiplied alike.
+    """
+
+    norms: Tensor  # [all tables] float32: as they were made
+    marked: Tensor  # [all tables, 1, 2] float32: norms and marks, which torch changes
+    mark: float
+    places: Tensor  # [T] int64: where each table of the group stands among all
 
 
 class HostSums:
-    """Sums whose number the host knows. Factors and masks are by table of the group, [T]."""
+    """Sums whose number the host knows. Factors and masks are by table of the collection."""
 
     def __init__(self, group: Any) -> None:
         self._group, self._layout = group, group.layout
@@ -44,10 +58,10 @@ class HostSums:
         grads = torch.cat([part.grads for part in parts])
         return RowSums(ids.ids, reference.sum_pairs(grads, ids))
 
-    def scaled(self, sums: RowSums, factors: Tensor, kept: Tensor) -> RowSums:
+    def scaled(self, sums: RowSums, places: Tensor, factors: Tensor, kept: Tensor) -> RowSums:
         """Multiply the gradients of each table; drop those of tables that are not kept."""
-        tables = self._layout.table_of(sums.ids)
-        if not bool(kept.all()):
+        tables = places[self._layout.table_of(sums.ids)]
+        if not bool(kept[places].all()):
             taken = kept[tables]
             sums = RowSums(sums.ids[taken], sums.grads[taken], sums.work)
             tables = tables[taken]
@@ -55,8 +69,8 @@ class HostSums:
             return sums
         return replace(sums, grads=sums.grads * factors[tables].unsqueeze(1))
 
-    def norms(self, sums: RowSums) -> Tensor:
-        """Return the norm of each table's gradients, [T]; 0 without any.
+    def write_norms(self, sums: RowSums, out: TableGrads) -> None:
+        """Write the norm of each table's gradients; 0 without any.
 
         Squares are summed in the order of ids, so that bits depend on nothing else.
         """
@@ -67,11 +81,14 @@ class HostSums:
         bases = torch.tensor([*self._layout.bases, self._layout.num_rows])
         bounds = torch.searchsorted(sums.ids, bases.to(sums.ids.device)).tolist()
         pairs = pairwise(bounds)
-        return torch.stack([squares[low:high].double().sum().sqrt() for low, high in pairs]).float()
+        norms = torch.stack([squares[low:high].double().sum().sqrt() for low, high in pairs])
+        out.norms[out.places] = norms.to(out.norms)
+        out.marked[out.places, 0, 0] = out.norms[out.places]
+        out.marked[out.places, 0, 1] = out.mark
 
-    def update(self, sums: RowSums, factors: Tensor, stepped: Tensor) -> None:
+    def update(self, sums: RowSums, places: Tensor, factors: Tensor, stepped: Tensor) -> None:
         """Make one optimizer step on the rows of some tables."""
-        sums = self.scaled(sums, factors, stepped)
+        sums = self.scaled(sums, places, factors, stepped)
         if self._group.strategy.on_host:  # its update works in place, and these go on waiting
             sums = replace(sums, grads=sums.grads.clone())
         if sums.ids.numel():

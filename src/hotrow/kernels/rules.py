@@ -111,7 +111,7 @@ class Adagrad(RowRule):
     state_names: ClassVar[tuple[str, ...]] = ("sum",)
 
     def start_of_state(self) -> float:
-        return self.initial_accumulator_value
+        return float(self.initial_accumulator_value)
 
     def scalars(self, setting: Setting, step: int) -> dict[str, float]:
         return {"lr": setting["lr"], "eps": setting["eps"]}

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hotrow.engine.gpu.work import DeviceWork
+from hotrow.engine.row_sums import RowSums
 from hotrow.engine.settings import Settings
 from hotrow.engine.uploads import TableScalars
 from hotrow.inputs.batch import Lookups, lookups_of
@@ -103,50 +104,43 @@ class DeviceArithmetic:
 
     def row_sums(
         self, work: DeviceWork, x: Lookups, grads: Tensor, most: int | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the gradients of a planned batch's different rows, their ids, and which are valid:
         [n, dim], [n] and [n]. `most` is n; None: as many as a batch of this shape may have."""
         plan = work.plan
         assert plan is not None
-        segments, weights = plan.segments(), x.weights
+        segments, weights, valid = plan.segments(), x.weights, None
         count = segments.ids.numel() if most is None else most
-        slots = plan.buffers.row_slots[: plan.lookups]
         if x.used is not None:
+            slots = plan.buffers.row_slots[: plan.lookups]
             slots, weights = self._only_used(slots, segments, x)
-        ids = segments.ids[:count].clone()  # another plan will use the buffers
-        valid = slots[:count] != self._null_slot
+            valid = slots[:count] != self._null_slot
+        ids = segments.ids[:count]
+        padding = self._layout.num_rows
         if most is None:
             is_there = torch.arange(count, device=ids.device) < segments.count
-            valid &= is_there
-            ids = torch.where(is_there, ids, self._layout.num_rows)
+            ids = torch.where(is_there, ids, padding)
+        else:
+            ids = ids.clone()  # another plan will use the buffers
+        has_padding = bool(self._layout.skipped) or work.is_filled_up
         terms = (grads, work.bag_of, weights, x.divisor)
-        padding = self._layout.num_rows
-        return update.sum_by_row(*terms, segments, padding=padding, most=count), ids, valid
+        sums = update.sum_by_row(
+            *terms, segments, padding=padding if has_padding else None, most=count
+        )
+        return sums, ids, valid
 
     def update_sums(
-        self, ids: Tensor, grads: Tensor, factors: Tensor, slots: Tensor, moves: Tensor
+        self, rows: Tensor, sums: RowSums, index: Tensor, tables: update.Tables, null_slot: int
     ) -> None:
-        """Make one optimizer step on rows in their slots, from gradients times factors."""
-        index = torch.where(moves, slots, self._null_slot)
+        """Make one optimizer step on rows, from gradients that are scaled by table."""
+        store = self._store
+        if store.changed is not None:
+            start.note_written(store.changed.there, torch.where(index == null_slot, -1, sums.ids))
         scalars, bases = self._scalars.now(self._bases)
-        if self._store.changed is not None:
-            start.note_written(self._store.changed.there, torch.where(moves, ids, -1))
         update.update_rows(
-            self._slots, index, ids, None, grads, self._rule, scalars, bases, self._dim,
-            self._null_slot, factors=factors,
+            rows, index, sums.ids, None, sums.grads, self._rule, scalars, bases, self._dim,
+            null_slot, store.frozen.bits, store.frozen.untrained, tables, sums.valid,
         )  # fmt: skip
-
-    def update_buffer(
-        self, rows: Tensor, ids: Tensor, grads: Tensor, factors: Tensor, moves: Tensor
-    ) -> None:
-        """Make one optimizer step on some rows of a buffer, from gradients times factors."""
-        index = torch.where(moves, torch.arange(len(ids), device=ids.device), -1)
-        scalars, bases = self._scalars.now(self._bases)
-        if self._store.changed is not None:
-            start.note_written(self._store.changed.there, torch.where(moves, ids, -1))
-        update.update_rows(
-            rows, index, ids, None, grads, self._rule, scalars, bases, self._dim, factors=factors
-        )
 
     def slots_of(self, work: DeviceWork, ids: Tensor) -> Tensor | None:
         return None

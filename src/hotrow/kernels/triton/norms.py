@@ -1,4 +1,7 @@
-"""Squares of gradients, summed by table. Bits depend on ids and gradients alone."""
+"""Norms of gradients by table, and what was done to them.
+
+Bits depend on ids and gradients alone.
+"""
 
 from __future__ import annotations
 
@@ -8,41 +11,59 @@ import triton.language as tl
 from torch import Tensor
 
 from hotrow.kernels.triton.lookup import EXACT, sum_columns, tile_rows, tile_warps
+from hotrow.kernels.triton.update import Place, _address
 
 _BLOCK = 1024
 
 
 def table_norms(
-    ids: Tensor,  # [n], ascending
+    ids: Tensor,  # [n], ascending; the number of rows is padding
     grads: Tensor,  # [n, dim] float32
     valid: Tensor | None,  # [n] bool: others count as zeros; None: all
     bases: Tensor,  # [T + 1] int64: the first id of each table, and the number of rows
-) -> Tensor:
-    """Return the L2 norm of the gradients of each table, [T] float32."""
+    norms: Tensor,  # [all tables] float32, written to
+    marked: Tensor,  # [all tables, 1, 2] float32, written to: each norm, and `mark`
+    mark: float,
+    places: Tensor,  # [T] int64: where each table stands among all
+    frozen: Tensor | None = None,  # a bit for each id that counts as zeros: int32 words
+    untrained: Tensor | None = None,  # [P] int64: ids that count as zeros, too
+) -> None:
+    """Write the L2 norm of the gradients of each table."""
     count, dim = grads.shape
-    tables = bases.numel() - 1
-    norms = torch.zeros(tables, dtype=torch.float32, device=grads.device)
-    if not count:
-        return norms
     squares = torch.empty(count, dtype=torch.float32, device=grads.device)
-    columns = triton.next_power_of_2(dim)
-    tile = tile_rows(columns)
-    _squares[(triton.cdiv(count, tile),)](
-        grads, valid, squares, count, dim, columns, tile, num_warps=tile_warps(columns), **EXACT
+    if count:
+        columns = triton.next_power_of_2(dim)
+        tile = tile_rows(columns)
+        _squares[(triton.cdiv(count, tile),)](
+            grads, Place(None, 0, None, ids, frozen, untrained),
+            0 if untrained is None else untrained.numel(), valid, squares, count, dim, columns,
+            tile, num_warps=tile_warps(columns), **EXACT,
+        )  # fmt: skip
+    _norms[(places.numel(),)](
+        ids,
+        squares,
+        bases,
+        norms,
+        marked,
+        mark,
+        places,
+        count,
+        count.bit_length(),
+        _BLOCK,
+        **EXACT,
     )
-    search = count.bit_length()
-    _norms[(tables,)](ids, squares, bases, norms, count, search, _BLOCK, **EXACT)
-    return norms
 
 
 @triton.jit(do_not_specialize=["count"])
 def _squares(
-    grads, valid, squares, count, DIM: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr
-):
+    grads, place, UNTRAINED: tl.constexpr, valid, squares, count, DIM: tl.constexpr,
+    COLUMNS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_there = row < count
     if valid is not None:
         is_there = is_there & (tl.load(valid + row, mask=is_there, other=0) != 0)
+    is_there = _address(place, row, is_there, -1, UNTRAINED) != -1
     column = tl.arange(0, COLUMNS)[None, :]
     mask = is_there[:, None] & (column < DIM)
     grad = tl.load(grads + row.to(tl.int64)[:, None] * DIM + column, mask=mask, other=0.0)
@@ -65,15 +86,55 @@ def _first_at(ids, base, count, SEARCH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def _norms(ids, squares, bases, norms, count, SEARCH: tl.constexpr, BLOCK: tl.constexpr):
+def _norms(
+    ids, squares, bases, norms, marked, mark, places, count, SEARCH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     table = tl.program_id(0)
     first = _first_at(ids, tl.load(bases + table), count, SEARCH)
     last = _first_at(ids, tl.load(bases + table + 1), count, SEARCH)
     # Each lane adds its own places one after the other, counted from the table's first row.
     total = tl.zeros([BLOCK], tl.float64)
-    place = first
-    while place < last:
-        at = place + tl.arange(0, BLOCK)
-        total += tl.load(squares + at, mask=at < last, other=0.0).to(tl.float64)
-        place += BLOCK
-    tl.store(norms + table, tl.sqrt(tl.sum(total, axis=0)).to(tl.float32))
+    at = first
+    while at < last:
+        place = at + tl.arange(0, BLOCK)
+        total += tl.load(squares + place, mask=place < last, other=0.0).to(tl.float64)
+        at += BLOCK
+    norm = tl.sqrt(tl.sum(total, axis=0)).to(tl.float32)
+    to = tl.load(places + table)
+    tl.store(norms + to, norm)
+    tl.store(marked + 2 * to, norm)
+    tl.store(marked + 2 * to + 1, mark)
+
+
+def judge(
+    marked: Tensor,  # [T, 2] float32: norms and marks as they are now
+    norms: Tensor,  # [T] float32: as they were
+    mark: float,
+    close: float,  # how far a norm may be from what its mark says, relatively
+    bad: Tensor,  # [1] int32: set to 1 if one is farther
+) -> tuple[Tensor, Tensor]:
+    """Return what each gradient was multiplied by, float32, and whether it is not all zeros."""
+    count = norms.numel()
+    factors = torch.empty(count, dtype=torch.float32, device=norms.device)
+    kept = torch.empty(count, dtype=torch.bool, device=norms.device)
+    _judge[(triton.cdiv(count, 256),)](
+        marked, norms, 1 / mark, close, bad, factors, kept, count, 256
+    )
+    return factors, kept
+
+
+@triton.jit
+def _judge(marked, norms, back, close, bad, factors, kept, count, BLOCK: tl.constexpr):
+    table = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = table < count
+    now = tl.load(marked + 2 * table, mask=mask, other=0.0)
+    found = tl.load(marked + 2 * table + 1, mask=mask, other=0.0)
+    factor = found * back  # exact, as the mark is a power of two
+    expected = tl.load(norms + table, mask=mask, other=0.0) * factor
+    # NaN is not above anything: what became of it is torch's affair.
+    is_bad = mask & (tl.abs(now - expected) > close * tl.abs(expected) + 1e-30)
+    is_bad = is_bad & (tl.abs(now) < float("inf")) & (tl.abs(expected) < float("inf"))
+    tl.store(bad + tl.zeros_like(table), 1, mask=is_bad)
+    tl.store(factors + table, factor, mask=mask)
+    tl.store(kept + table, (now != 0) | (found != 0), mask=mask)

@@ -78,6 +78,17 @@ class Settings(NamedTuple):
     num_tables: Any
 
 
+class Tables(NamedTuple):
+    """What was done to the gradients of each table of a collection since they were summed."""
+
+    bases: Any  # [T] int64: the first id of each table of the group
+    num_tables: Any
+    num_rows: Any  # ids from there on are padding
+    places: Any  # [T] int64: where each table stands among all of the collection
+    factors: Any  # by that place, float32
+    kept: Any  # by that place, bool: others have no gradient, or are not stepped
+
+
 def sum_by_row(
     grads: Tensor,  # [bags, dim] float32 or bfloat16
     bag_of: Tensor | None,  # [L]; None: the position is the bag
@@ -137,7 +148,9 @@ def update_rows(
     dim: int,
     null_slot: int = -1,  # entries of `index` that are skipped
     frozen: Tensor | None = None,  # a bit for each id that is skipped: int32 words
-    factors: Tensor | None = None,  # [n] float32: of the gradients
+    untrained: Tensor | None = None,  # [P] int64: ids of few rows that are skipped, too
+    tables: Tables | None = None,  # whose gradients are scaled, or not stepped
+    valid: Tensor | None = None,  # [n] bool: others are skipped
 ) -> None:
     """One optimizer step on some rows, each at most once, from gradients already summed."""
     num_rows = row_grads.shape[0]
@@ -145,11 +158,12 @@ def update_rows(
         return
     columns = triton.next_power_of_2(dim)
     tile = tile_rows(columns)
-    place = Place(rows, rows.stride(0), index, ids, frozen, None)
+    place = Place(rows, rows.stride(0), index, ids, frozen, untrained)
+    search = 0 if tables is None else tables.num_tables.bit_length()
     _update_rows[(min(triton.cdiv(num_rows, tile), MOST_PROGRAMS),)](
-        place, null_slot, 0, count, num_rows, row_grads.contiguous(), factors,
-        *_step_of(rule, scalars, bases), dim, columns, tile,
-        num_warps=tile_warps(columns), **EXACT,
+        place, null_slot, 0 if untrained is None else untrained.numel(), count, num_rows,
+        row_grads.contiguous(), valid, tables, search, *_step_of(rule, scalars, bases),
+        dim, columns, tile, num_warps=tile_warps(columns), **EXACT,
     )  # fmt: skip
 
 
@@ -413,7 +427,9 @@ def _update_rows(
     count,
     num_rows,
     row_grads,
-    factors,  # [n], or None
+    valid,  # [n], or None
+    tables,
+    SEARCH_TABLES: tl.constexpr,
     settings,
     SEARCH: tl.constexpr,
     RULE: tl.constexpr,
@@ -427,16 +443,30 @@ def _update_rows(
     tile = tl.program_id(0)
     while tile * TILE < num_rows:
         row = tile * TILE + tl.arange(0, TILE)
-        slot = _address(place, row, row < num_rows, null_slot, UNTRAINED)
+        is_there = row < num_rows
+        if valid is not None:
+            is_there = is_there & (tl.load(valid + row, mask=is_there, other=0) != 0)
+        if tables is not None:
+            is_there, factor = factors_of(place.ids, row, is_there, tables, SEARCH_TABLES)
+        slot = _address(place, row, is_there, null_slot, UNTRAINED)
         moves = slot != null_slot
         table = _table_of(place.ids, row, moves, settings, SEARCH)
         old = _read(place, slot, moves, RULE, DIM, COLUMNS, TILE)
         mask = moves[:, None] & (column < DIM)
         grad = tl.load(row_grads + row.to(tl.int64)[:, None] * DIM + column, mask=mask, other=0.0)
-        if factors is not None:
-            grad = grad * tl.load(factors + row, mask=moves, other=1.0)[:, None]
+        if tables is not None:
+            grad = grad * factor[:, None]
         _write(place, slot, moves, old, grad, settings, table, RULE, DIM, COLUMNS, TILE)
         tile += tl.num_programs(0)
+
+
+@triton.jit
+def factors_of(ids, row, mask, tables, SEARCH: tl.constexpr):
+    """Which rows have a gradient, and its factor."""
+    mask = mask & (tl.load(ids + row, mask=mask, other=0).to(tl.int64) < tables.num_rows)
+    table = tl.load(tables.places + _table_of(ids, row, mask, tables, SEARCH), mask=mask, other=0)
+    kept = mask & (tl.load(tables.kept + table, mask=mask, other=0) != 0)
+    return kept, tl.load(tables.factors + table, mask=kept, other=1.0)
 
 
 @triton.jit
