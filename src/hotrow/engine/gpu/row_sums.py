@@ -1,4 +1,4 @@
-"""Gradients summed by row on a GPU. The host launches, and waits for no number."""
+"""Gradients summed by row on a GPU. The host does not wait for the device."""
 
 from __future__ import annotations
 
