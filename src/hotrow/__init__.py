@@ -13,7 +13,9 @@ from hotrow.checkpoint import (
 )
 from hotrow.embedding.ahead import Ahead, ahead
 from hotrow.embedding.collection import EmbeddingBagCollection, EmbeddingCollection
+from hotrow.embedding.convert import convert, revert
 from hotrow.embedding.embedded import Embedded
+from hotrow.embedding.table_modules import Embedding, EmbeddingBag
 from hotrow.engine.profile import load_profile, save_profile
 from hotrow.engine.strategy import STRATEGIES, Strategy
 from hotrow.inputs.batch import KeyedJaggedTensor
@@ -39,6 +41,8 @@ __all__ = [
     "Budget",
     "Constant",
     "Embedded",
+    "Embedding",
+    "EmbeddingBag",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
     "EmbeddingCollection",
@@ -59,10 +63,12 @@ __all__ = [
     "Uniform",
     "ahead",
     "begin_checkpoint",
+    "convert",
     "graphed",
     "load_checkpoint",
     "load_model",
     "load_profile",
+    "revert",
     "save_checkpoint",
     "save_model",
     "save_profile",

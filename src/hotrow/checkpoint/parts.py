@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from hotrow.embedding.collection import EmbeddingBagCollection
+from hotrow.embedding.in_models import collections_in
+from hotrow.embedding.table_modules import TableModule
 
 _NAMED = 3  # differences in a message
 # How an optimizer computes: that is for the device here to say.
@@ -48,21 +50,26 @@ class TableRows:
 
 def collections_of(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
     """Return all collections of a model by name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, EmbeddingBagCollection)
-    }
+    return collections_in(model)
 
 
 def tables_of(model: nn.Module) -> dict[str, TableRows]:
     """Return all tables by the names that their weights have in a state dict."""
+    places = {
+        f"{name}.{module.key_of(table.name)}": (module, table)
+        for name, module in model.named_modules()
+        if isinstance(module, EmbeddingBagCollection)
+        for table in module.tables
+    }
+    for name, module in model.named_modules():
+        if isinstance(module, TableModule):
+            table = next(x for x in module.tables.tables if x.name == module.table)
+            places[f"{name}.weight"] = (module.collection, table)
     return {
-        f"{name}.{collection.key_of(table.name)}".lstrip("."): TableRows(
+        name.lstrip("."): TableRows(
             collection, table.name, table.num_embeddings, table.embedding_dim
         )
-        for name, collection in collections_of(model).items()
-        for table in collection.tables
+        for name, (collection, table) in places.items()
     }
 
 

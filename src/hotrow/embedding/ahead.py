@@ -12,7 +12,8 @@ from weakref import WeakSet
 
 from torch import nn
 
-from hotrow.embedding.collection import EmbeddingBagCollection, some_collections_in
+from hotrow.embedding.collection import EmbeddingBagCollection
+from hotrow.embedding.in_models import some_collections_in
 from hotrow.embedding.reader import ReadBatch, Reader, features_of
 from hotrow.engine import schedule
 from hotrow.engine.schedule import Ticket

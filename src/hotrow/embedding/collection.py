@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any, NoReturn, Self
 
 import torch
@@ -25,6 +25,7 @@ from hotrow.embedding.arguments import (
     refuse_replicas,
     usable_device,
 )
+from hotrow.embedding.call_lookups import CallLookups
 from hotrow.embedding.embedded import Embedded
 from hotrow.embedding.optimizer import RowOptimizer
 from hotrow.embedding.pins import Pins
@@ -63,7 +64,8 @@ class EmbeddingBagCollection(nn.Module):
     A row starts as a function of (`seed`, name of its table, row). Without `seed` one is drawn from
     torch's default generator, so `torch.manual_seed` fixes it and two collections differ;
     `embedding.seed` has it. `engine` is for tests: the class of row groups, by default chosen by
-    device and strategy.
+    device and strategy. `stand_ins` and `expected_rule` are for modules, whose
+    parameters were perhaps given to an optimizer before there are rows.
 
     With `update="step"` rows are updated when a torch optimizer steps, and everything between
     `backward()` and that step works as for any parameter: `embedding.parameters()` has a small
@@ -90,6 +92,8 @@ class EmbeddingBagCollection(nn.Module):
         output_dtype: torch.dtype = torch.float32,
         fill: str = "auto",
         engine: Engine | None = None,
+        stand_ins: StandIns | None = None,
+        expected_rule: RowRule | None = None,
     ) -> None:
         self._thread = TrainingThread()
         super().__init__()
@@ -110,9 +114,14 @@ class EmbeddingBagCollection(nn.Module):
         self.features = feature_order(self.tables)
         if profile is not None:
             check_profile(profile, self.tables)
-        self._stand_ins = self._make_stand_ins() if update == "step" else None
+        self._stand_ins = None
+        if update == "step":
+            self._stand_ins = stand_ins or StandIns([x.name for x in self.tables], self.device)
+            for table, parameter in zip(self.tables, self._stand_ins.parameters, strict=True):
+                self._parameters[self.key_of(table.name)] = parameter
         params = None if self._stand_ins is None else self._stand_ins.parameters
-        self.optimizer = RowOptimizer(optimizer or SGD(), self.tables, params)
+        rule = optimizer or expected_rule or SGD()
+        self.optimizer = RowOptimizer(rule, self.tables, params)
         if engine is None:
             engine = engine_for(self.device, chosen) if chosen.on_host else _engine(self.device)
         if engine is cpu_rows and output_dtype != torch.float32:
@@ -132,6 +141,7 @@ class EmbeddingBagCollection(nn.Module):
         self.pins = Pins(self._rows, self.pipeline)
         self.optimizer.belongs_to(self.row_access)
         self._anchor = torch.empty(0, requires_grad=True)  # makes autograd call us back
+        self._leaves = partial(_leaves_of, self._stand_ins, self._anchor)
         self.torch_steps: TorchSteps | None = None
         if self._stand_ins is not None:
             self.torch_steps = TorchSteps(
@@ -139,19 +149,7 @@ class EmbeddingBagCollection(nn.Module):
                 idle=idle, is_known=optimizer is not None,
             )  # fmt: skip
         self._evaluations = dense_steps.EvaluationWatch()
-
-    def _make_stand_ins(self) -> StandIns:
-        """Register a parameter for each table, under the name that torch's would have."""
-        stand_ins = StandIns([table.name for table in self.tables], self.device)
-        for table, parameter in zip(self.tables, stand_ins.parameters, strict=True):
-            self._parameters[self.key_of(table.name)] = parameter
-        return stand_ins
-
-    def _leaves(self, group: Group) -> Sequence[Tensor]:
-        """Return what makes autograd call back for the rows of a group."""
-        if self._stand_ins is None:
-            return (self._anchor,)
-        return self._stand_ins.of_tables(tuple(table.name for table in group.layout.tables))
+        self.calls = CallLookups(self._rows, self._step, self.pipeline, self.features, self._leaves)
 
     # As torch's attribute, but `eval()` in a thread that does not train holds for that thread.
     @property
@@ -486,24 +484,11 @@ class EmbeddingCollection(EmbeddingBagCollection):
         super().__init__(unpooled, *args, **kwargs)
 
 
-def collections_in(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
-    """Return the collections of a model by name."""
-    # torch.compile wraps a model under this name, which no user wrote.
-    return {
-        name.removeprefix("_orig_mod."): module
-        for name, module in model.named_modules()
-        if isinstance(module, EmbeddingBagCollection)
-    }
-
-
-def some_collections_in(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
-    """Return the collections of a model by name; raise if it has none."""
-    collections = collections_in(model)
-    if not collections:
-        raise ValueError(
-            f"{type(model).__name__} holds no hotrow collection; give the model that calls it"
-        )
-    return collections
+def _leaves_of(stand_ins: StandIns | None, anchor: Tensor, group: Group) -> Sequence[Tensor]:
+    """Return what makes autograd call back for the rows of a group."""
+    if stand_ins is None:
+        return (anchor,)
+    return stand_ins.of_tables(tuple(table.name for table in group.layout.tables))
 
 
 def _engine(device: torch.device) -> Engine:

@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hotrow.embedding.arguments import refuse_replicas
-from hotrow.embedding.row_groups import RowGroups
+from hotrow.embedding.row_groups import Group, RowGroups
 from hotrow.embedding.step import PendingStep
 from hotrow.engine.schedule import at_once
 from hotrow.engine.stages import Stage
@@ -34,6 +34,7 @@ from hotrow.inputs.batch import (
     versions_of,
     weights_of,
 )
+from hotrow.inputs.calls import JoinedCalls
 from hotrow.support.messages import few, warn
 from hotrow.support.streams import capturing
 from hotrow.support.threads import TrainingThread
@@ -52,6 +53,8 @@ class PlannedBatch:
     batch: Batch
     works: tuple[Work, ...]  # one per width group
     copies: tuple[Tensor, ...] = ()  # of the tensors; empty where a device compares ids
+    # Vectors that modules have not taken yet, by the number of their call, and in which pass.
+    served: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -71,6 +74,8 @@ class PlannedBatch:
     def is_as_read(self) -> bool:
         """Whether the ids equal those that were planned: numpy, and `.data`, change a tensor
         without a new version."""
+        if isinstance(self.features, JoinedCalls):
+            return self.features.is_as_joined(self.batch.keys)
         return not self.copies or all(map(torch.equal, self.compared, self.copies))
 
     def reads_like(self, other: PlannedBatch) -> bool:
@@ -102,23 +107,32 @@ class Pipeline:
     # -- batches -----------------------------------------------------------------------
 
     def prepare(
-        self, features: Any, device: torch.device | None = None, *, held: bool = False
+        self,
+        features: Any,
+        device: torch.device | None = None,
+        *,
+        held: bool = False,
+        only: Group | None = None,
     ) -> PlannedBatch:
         """Check a batch of ids, which is on `device` or anywhere; move nothing.
 
         If it is `held` until it is looked up, its ids are compared then with what they are now.
+        `only`: the one group that it looks up.
         """
-        rows = self._rows
+        rows, groups = self._rows, self._rows.groups if only is None else [only]
         first = rows.groups[0].planning  # all groups have the same kind of engine
+        is_joined = isinstance(features, JoinedCalls)
+        if is_joined:
+            features.check_offsets()
         batch = parse(features, self._features, first.input_device(device))
         tensors = compared(features)
-        if held:
+        if held and not is_joined:
             batch = replace(batch, given=tensors)
-        works = tuple(group.planning.work(group, batch) for group in rows.groups)
+        works = tuple(group.planning.work(group, batch) for group in groups)
         if raw_weights(features) is not None:
             for work in works:
                 weights_of(features, work.lookups, work.group.layout)  # raises if they do not fit
-        copies = first.copies_to_compare(tensors) if held else ()
+        copies = first.copies_to_compare(tensors) if held and not is_joined else ()
         return PlannedBatch(features, tensors, versions_of(tensors), batch, works, copies)
 
     def expect(self, planned: PlannedBatch) -> None:
@@ -189,11 +203,18 @@ class Pipeline:
             work.group.planning.compare(work)
         return planned
 
+    def plan_call(self, call: JoinedCalls, group: Group, *, is_first: bool) -> PlannedBatch:
+        """Plan what a module looks up in a group, or let it take the direct path: while batches
+        are planned, and the first time, when slots are not allocated."""
+        refuse_replicas()
+        planned = self.prepare(call, self._rows.device, only=group)
+        self._start(planned, direct=is_first or self.finish_abandoned() is not None)
+        return planned
+
     def _plan_now(self, features: Any) -> PlannedBatch:
         """Plan ids that were not announced, or read them directly while others are planned."""
         refuse_replicas()
-        rows = self._rows
-        planned = self.prepare(features, rows.device)
+        planned = self.prepare(features, self._rows.device)
         # The model may have built the same ids anew; a loop may have taken several batches.
         for recent in islice(reversed(self.planned), _RECENT):
             if planned.reads_like(recent):
@@ -206,12 +227,17 @@ class Pipeline:
                 "or they were changed in place since. They are looked up directly, which is right "
                 "but slower; let ids= return what the model looks up"
             )
+        self._start(planned, direct=running)
+        return planned
+
+    def _start(self, planned: PlannedBatch, *, direct: bool) -> None:
+        rows = self._rows
         rows.lanes.trains_here()
         with rows.lock.writing():
-            direct = [work for work in planned.works if running and work.group.go_direct(work)]
-            self._allocate_slots(planned)
-        at_once([work for work in planned.works if work not in direct], rows.lanes)
-        return planned
+            outside = [work for work in planned.works if direct and work.group.go_direct(work)]
+            if len(outside) < len(planned.works):
+                self._allocate_slots(planned)
+        at_once([work for work in planned.works if work not in outside], rows.lanes)
 
     # -- memory for plans --------------------------------------------------------------
 
@@ -240,7 +266,7 @@ class Pipeline:
 
     def _make_room(self, first: PlannedBatch) -> None:
         """Let slots give way to the plans of batches like the first, while that is possible."""
-        if self._rows.can_resize:
+        if self._rows.can_resize and len(first.works) == len(self._rows.groups):
             # Where sizes change, larger ones will come, and `Room` rounds them up.
             spare = 0.0 if first.batch.offsets is None else 1 / 3
             sizes = [work.group.plan_room.size_for(work, spare=spare) for work in first.works]

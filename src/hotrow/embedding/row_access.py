@@ -13,6 +13,7 @@ from hotrow.embedding.arguments import row_numbers
 from hotrow.embedding.pipeline import Pipeline
 from hotrow.embedding.row_groups import Group, RowGroups
 from hotrow.store.snapshot import Snapshot
+from hotrow.support.messages import warn
 from hotrow.support.numbers import whole
 
 _LEAST_CHUNK = 1024
@@ -78,6 +79,28 @@ class RowAccess:
             copy[first : first + len(weights)] = weights
         return copy
 
+    def bytes_of(self, table: str) -> int:
+        """Return the bytes of a table's rows with their state."""
+        group, _, size = self._rows.find(table)
+        return 4 * int(group.width) * size
+
+    @property
+    def whole_bytes(self) -> int:
+        """The bytes of copies of whole tables."""
+        return self._rows.whole_bytes
+
+    def take_whole(self, table: str, num_bytes: int) -> None:
+        """Take bytes of the budget for a copy of a table, and its gradient."""
+        rows = self._rows
+        rows.whole_bytes += num_bytes
+        if rows.can_resize:
+            rows.budget_bytes -= num_bytes
+        elif rows.device.type == "cuda":
+            warn(
+                f"the weight of table {table!r} is read after slots were allocated, so its copy "
+                "comes on top of the budget; read it in the first forward pass"
+            )
+
     def _gather(self, table: str, rows: Tensor) -> Tensor:
         """Return rows of a table with their state, each listed once, as of one finished step."""
         with self._rows.reading():
@@ -98,6 +121,7 @@ class RowAccess:
     def _load(self, table: str, first: int, values: Tensor, columns: slice) -> None:
         with self._rows.lock.writing():
             self._rows.is_fresh = False
+            self._rows.version += 1
             group, base, _ = self._rows.find(table)
             for chunk in torch.arange(len(values)).split(_chunk_of(group)):
                 ids = chunk + first + base
@@ -184,6 +208,7 @@ class RowAccess:
             self.being_saved.join()
         with self._rows.lock.writing():
             self._rows.is_fresh = False
+            self._rows.version += 1
             self.settle()
             try:
                 yield

@@ -244,12 +244,19 @@ class RowGroups:
         self.budget_bytes = 0  # of which plans take a part; 0: slots are allocated
         self.inactive: InactiveEngine | None = None
         self.is_fresh = True  # every row is as it starts; False: perhaps not
+        self.version = 0  # how often rows were updated or replaced
+        self.whole_bytes = 0  # of the budget, for copies of whole tables and their gradients
+
+    def has_state_of(self, rule: RowRule) -> bool:
+        """Whether rows have the state of a rule, as it starts."""
+        before = self.optimizer.rule
+        return (type(rule), rule.start_of_state()) == (type(before), before.start_of_state())
 
     def use_rule(self, rule: RowRule) -> None:
         """Let rows have the state of another rule, as it starts. Nothing may be in flight."""
-        before = self.optimizer.rule
+        has_state = self.has_state_of(rule)
         self.optimizer.change_rule(rule)
-        if (type(rule), rule.start_of_state()) == (type(before), before.start_of_state()):
+        if has_state:
             return
         with self.lock.writing():
             self.flush()
@@ -346,6 +353,15 @@ class RowGroups:
                     pairs = zip(groups, parts, strict=True)
                     return [group.read_parts(part) for group, part in pairs]
 
+    def read_table(self, table: str, lookups: Callable[[Group], Lookups]) -> Tensor:
+        """Read bags of one table as `read_vectors` does."""
+        while True:
+            groups, group = self.groups, self.find(table)[0]
+            parts = group.parts_of(lookups(group))
+            with self.reading():
+                if self.groups is groups:
+                    return group.read_parts(parts)
+
     def freeze(self, rows: Mapping[str, Tensor] | None) -> None:
         """Freeze rows by table, and no others; None: forget the bits as well."""
         ids: list[list[Tensor]] = [[torch.empty(0, dtype=torch.int64)] for _ in self.groups]
@@ -364,6 +380,8 @@ class RowGroups:
         for frozen in {id(group.store): group.store.frozen.bits for group in self.groups}.values():
             if frozen is not None and frozen.device == self.device:
                 parts["which rows are frozen"] += frozen.nbytes
+        if self.whole_bytes:
+            parts["copies of whole tables"] += self.whole_bytes
         return dict(parts)
 
     def traffic(self) -> Traffic:

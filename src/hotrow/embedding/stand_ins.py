@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from hotrow.engine.row_sums import TableGrads
-from hotrow.support.streams import capturing
+from hotrow.support.late_flag import LateFlag
 
 # A gradient is [[norm, MARK]]. Clipping and unscaling multiply both by the same factor, which the
 # mark gives back to the last bit, as it is a power of two. It is too small to change a norm.
 MARK = 2.0**-40
 _WATCHED_PASSES = 3  # in which a loss over the stand-ins themselves is noticed
-_FLAG_STEPS = 8  # between two looks at a flag of the device
 _CLOSE = 1e-4  # how far a norm may be from norm times factor: two roundings are far below
 
 
@@ -42,9 +41,6 @@ class StandIns:
         self.names, self.device = tuple(tables), device
         # Of all tables side by side: one launch sets or resets them all.
         self._values = torch.zeros(len(tables), 1, 2, device=device)
-        self._grads = torch.zeros(len(tables), 1, 2, device=device)
-        self._norms = torch.zeros(len(tables), device=device)  # as they were published
-        self._found = _LateFlag(device)  # a gradient was changed by other means
         self.parameters = [StandIn(value) for value in self._values]
         for parameter, name in zip(self.parameters, tables, strict=True):
             parameter.table, parameter.owner = name, lambda: None
@@ -52,11 +48,26 @@ class StandIns:
         self._hooks = [x.register_hook(partial(_refuse_gradient, x.table)) for x in self.parameters]  # type: ignore[no-untyped-call]
         self._passes = 0
         self._by_tables: dict[tuple[str, ...], list[StandIn]] = {}
-        self._dense = list(self._grads)  # the gradients of those that are not sparse
         _refuse_other_norms()
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """Make what gradients are written to."""
+        count = len(self.names)
+        self._grads = torch.zeros(count, 1, 2, device=self.device)
+        self._norms = torch.zeros(count, device=self.device)  # as they were published
+        self._found = LateFlag(self.device)  # a gradient was changed by other means
+        self._dense = list(self._grads)  # the gradients of those that are not sparse
         for grad in self._dense:
             grad.is_norm_of_rows = True
         self._version = self._values._version  # after what we did ourselves
+
+    def move_to(self, device: torch.device) -> None:
+        """Be on another device, as the same parameters; no gradient may wait."""
+        self.device, self._values = device, torch.zeros_like(self._values, device=device)
+        for parameter, value in zip(self.parameters, self._values, strict=True):
+            parameter.data, parameter.grad = value, None
+        self._allocate()
 
     def belong_to(self, owner: Any) -> None:
         for parameter in self.parameters:
@@ -206,29 +217,3 @@ def _values_of(grad: Tensor) -> Tensor:
     if not grad.is_sparse:
         return grad.reshape(2)
     return grad.coalesce().values().reshape(2) if grad._nnz() else grad.new_zeros(2).to_dense()
-
-
-class _LateFlag:
-    """A flag that a device sets, read without a wait: its value is some steps old."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.there = torch.zeros(1, dtype=torch.int32, device=device)
-        self._is_late, self._asked = device.type == "cuda", 0
-        self._copied: Any = None
-        self._here = torch.zeros(1, dtype=torch.int32, pin_memory=self._is_late)
-
-    def is_set(self) -> bool:
-        if not self._is_late:
-            is_set = bool(self.there)
-            self.there.zero_()
-            return is_set
-        self._asked += 1
-        if self._asked % _FLAG_STEPS or capturing():
-            return False
-        if self._copied is not None and not self._copied.query():
-            return False
-        is_set = self._copied is not None and bool(self._here)
-        self._here.copy_(self.there, non_blocking=True)
-        self._copied = torch.cuda.Event()
-        self._copied.record()
-        return is_set

@@ -44,6 +44,7 @@ class Lookup(torch.autograd.Function):
         ctx.save_for_backward(*(() if weights is None else (weights,)))
         ctx.set_materialize_grads(False)
         ctx.work, ctx.step = work, step  # type: ignore[attr-defined]
+        ctx.is_weighted = weights is not None  # type: ignore[attr-defined]
         ctx.call = step.begin_call()  # type: ignore[attr-defined]
         x = work.lookups
         with step.writing(), work.group.timed(work):
@@ -59,8 +60,9 @@ class Lookup(torch.autograd.Function):
         nothing: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         if grads is None:
             return tuple(nothing)
-        saved = ctx.saved_tensors  # once: a checkpoint recomputes them and forgets
-        weights = saved[0] if saved else None
+        # Once: a checkpoint recomputes them and forgets. Not without need: modules that share this
+        # lookup may have a backward pass each, after the first of which there are none.
+        weights = ctx.saved_tensors[0] if ctx.is_weighted else None
         x = replace(ctx.work.lookups, weights=weights, used=used)
         if ctx.needs_input_grad[0]:
             with ctx.step.writing(), ctx.work.group.timed(ctx.work):
@@ -85,10 +87,11 @@ def _of_trained(used: tuple[bool, ...] | None, ctx: Any) -> tuple[bool, ...] | N
     ]
     if all(wanted):
         return used
-    features = ctx.work.group.layout.features
-    by_feature = [wanted[feature.table if len(wanted) > 1 else 0] for feature in features]
+    features, x = ctx.work.group.layout.features, ctx.work.lookups
+    tables = [features[x.feature_of(part)].table for part in range(len(x.part_sizes))]
     return tuple(
-        is_wanted and (used is None or used[place]) for place, is_wanted in enumerate(by_feature)
+        wanted[table if len(wanted) > 1 else 0] and (used is None or used[part])
+        for part, table in enumerate(tables)
     )
 
 
@@ -98,7 +101,7 @@ def by_feature(vectors: Tensor, x: Lookups) -> tuple[Tensor | None, ...]:
     All share memory, but autograd takes none for a view, so that each can be changed in place.
     The caller must return either the first one or the others, never both.
     """
-    sizes, dim = x.bags_per_feature, vectors.shape[1]
+    sizes, dim = x.part_sizes, vectors.shape[1]
     if len(sizes) == 1:
         return None, vectors
     if not x.by_sample:
@@ -114,7 +117,7 @@ def _of_bags(
 
     None stands for all features, as with a gradient of all of them side by side.
     """
-    sizes = x.bags_per_feature
+    sizes = x.part_sizes
     given = next((part for part in parts if part is not None), None)
     if given is None:
         if whole is None:
@@ -188,6 +191,7 @@ class PendingStep:
         # Autograd's engine alone holds the promises: those that are freed belong to failed passes.
         self._open: dict[int, weakref.ref[_Promise]] = {}
         self._calls = 0
+        self.passes = 0  # how often gradients have come: vectors of before are not given again
         # Steps of dense optimizers when the newest gradients came, and at the newest update.
         self._added_at, self._updated_at = 0, -1
         self._checks_left = _MOST_CHECKS  # for passes without an optimizer step in between
@@ -223,6 +227,7 @@ class PendingStep:
 
     def add(self, call: _Call, work: Work, x: Lookups, grads: Tensor) -> None:
         current = torch._C._current_graph_task_id() if call.inside == -1 else call.inside
+        self.passes += 1
         self._note_repetition()
         self._promise(current)
         row_grads = _RowGrads(call, work, x, grads, None, current)
@@ -393,21 +398,24 @@ class PendingStep:
 
     def _count_step(self, tables: tuple[str, ...]) -> None:
         self._optimizer.count_step(tables)
+        self._rows.version += 1
         self._updated_at = self._added_at
 
     def _tables_in(self, by_group: Sequence[tuple[Group, list[_RowGrads]]]) -> tuple[str, ...]:
         """Return the tables whose vectors have a gradient: this step is theirs alone."""
         names = self._optimizer.names
         if len(by_group) == len(self._rows.groups) and all(
-            row_grads.x.used is None for _, waiting in by_group for row_grads in waiting
+            row_grads.x.used is None and not row_grads.x.parts
+            for _, waiting in by_group
+            for row_grads in waiting
         ):
             return tuple(names)
         used = {
-            group.layout.tables[feature.table].name
+            group.layout.tables[group.layout.features[row_grads.x.feature_of(part)].table].name
             for group, waiting in by_group
             for row_grads in waiting
-            for place, feature in enumerate(group.layout.features)
-            if row_grads.x.used is None or row_grads.x.used[place]
+            for part in range(len(row_grads.x.part_sizes))
+            if row_grads.x.used is None or row_grads.x.used[part]
         }
         return tuple(name for name in names if name in used)
 

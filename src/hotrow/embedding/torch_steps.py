@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from hotrow.embedding.optimizer import RowOptimizer
 from hotrow.embedding.pipeline import Pipeline
 from hotrow.embedding.row_groups import RowGroups
 from hotrow.embedding.stand_ins import StandIn, StandIns
@@ -31,6 +32,8 @@ from hotrow.embedding.waiting import WaitingGrads
 from hotrow.kernels.rules import RowRule
 
 IDLE = (None, "frozen")
+# Those that stand-ins were given to; some of these may not belong to any rows yet.
+_with_stand_ins: WeakSet[Optimizer] = WeakSet()
 
 
 @cache
@@ -70,10 +73,33 @@ def _hear_of_new_optimizers() -> None:
     @wraps(of_torch)
     def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
         of_torch(self, param_group)
-        for owner, groups in _held_by(self):
-            owner.hold(self, groups)
+        note_stand_ins(self)
 
     Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+
+
+def note_stand_ins(optimizer: Optimizer) -> None:
+    """Note which stand-ins an optimizer holds; a collection's own knows its rows anyway."""
+    if isinstance(optimizer, RowOptimizer):
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(isinstance(param, StandIn) for param in params):
+        _with_stand_ins.add(optimizer)
+        for owner, groups in _held_by(optimizer):
+            owner.hold(optimizer, groups)
+
+
+def known_rule(stand_ins: StandIns, idle: str | None) -> RowRule | None:
+    """Return the rule of the optimizers that hold stand-ins; None: there are none, or no rule."""
+    rules: dict[str, TorchRule] = {}
+    with suppress(NoRule, RuntimeError):
+        for optimizer in _with_stand_ins:
+            for group in optimizer.param_groups:
+                for place, param in enumerate(stand_ins.parameters):
+                    if any(param is held for held in group["params"]):
+                        rules[stand_ins.names[place]] = rule_for(optimizer, group, idle)
+        return _common_rule(rules) if len({x.rule for x in rules.values()}) == 1 else None
+    return None
 
 
 class TorchSteps:
@@ -97,6 +123,10 @@ class TorchSteps:
         self._holders: WeakSet[Optimizer] = WeakSet([self._optimizer] if is_known else [])
         self._stepped: dict[str, Callable[[], Any]] = {}  # by table: the optimizer, weakly
         stand_ins.belong_to(self)
+        for optimizer in [*_with_stand_ins]:  # modules have stand-ins before they have rows
+            for owner, groups in _held_by(optimizer):
+                if owner is self:
+                    self.hold(optimizer, groups)
 
     def hold(self, optimizer: Optimizer, groups: Mapping[str, Any]) -> None:
         """Note an optimizer that was made; one without a rule is refused in its first step."""
@@ -220,7 +250,7 @@ class TorchSteps:
             return
         rule = _common_rule(rules)
         if not self._is_known:
-            if rule.state_names:
+            if rule.state_names and not self._rows.has_state_of(rule):
                 what = f"the first use of {type(optimizer).__name__}, whose state rows get now,"
                 self._pipeline.refuse_if_running(what)
                 self._pipeline.forget_planned()

@@ -53,7 +53,7 @@ class Work:
     def reads_like(self, planned: Work) -> bool:
         """Whether both batches look up the same rows, bag by bag."""
         mine, theirs = self.lookups, planned.lookups
-        if (mine.spans, mine.bags_per_feature) != (theirs.spans, theirs.bags_per_feature):
+        if (mine.spans, mine.part_sizes) != (theirs.spans, theirs.part_sizes):
             return False
         if mine.offsets is None or theirs.offsets is None:
             if mine.offsets is not theirs.offsets:
@@ -85,8 +85,7 @@ class DeferredWork(Work):
 
     def _outline(self) -> Lookups:
         x = outline_of(self.batch, self.group.layout)
-        divisor = divisor_of(self.batch, x, self.group.layout)
-        return Lookups(x.ids, x.offsets, divisor, x.bags_per_feature, x.by_sample, x.spans)
+        return replace(x, divisor=divisor_of(self.batch, x, self.group.layout))
 
     @property
     def bag_of(self) -> Tensor | None:

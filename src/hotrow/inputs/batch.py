@@ -31,6 +31,16 @@ class Batch:
     num_samples: int
     ends: tuple[int, ...] = ()  # jagged: where each feature's indices end, after a 0
     given: tuple[Tensor, ...] = ()  # the user's own tensors, if a device compares ids later
+    # Where modules look up: bags of each call, by key. Keys then have different numbers of bags.
+    calls: tuple[tuple[int, ...], ...] = ()
+
+    def bags_of(self, key: str) -> slice:
+        """Return where the bags of a key begin and end among those of a jagged batch."""
+        place = self.keys.index(key)
+        if not self.calls:
+            return slice(place * self.num_samples, (place + 1) * self.num_samples)
+        before = sum(sum(sizes) for sizes in self.calls[:place])
+        return slice(before, before + sum(self.calls[place]))
 
     @property
     def num_values(self) -> int:
@@ -153,8 +163,19 @@ class Lookups:
     # depend on how many; only `offsets` say it, on the device.
     size: int | None = None
     spread: Spread | None = None  # None: as in the user's values
-    # In a backward pass: whether the vectors of each feature have a gradient. None: all have.
+    # In a backward pass: whether the vectors of each part have a gradient. None: all have.
     used: tuple[bool, ...] | None = None
+    # Bags that are returned apart: the feature, and how many. Empty: those of each feature.
+    parts: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def part_sizes(self) -> tuple[int, ...]:
+        """The bags of each part; parts are features, or calls of a module."""
+        return tuple([size for _, size in self.parts]) if self.parts else self.bags_per_feature
+
+    def feature_of(self, part: int) -> int:
+        """Return the feature that a part belongs to."""
+        return self.parts[part][0] if self.parts else part
 
     @property
     def num_bags(self) -> int:
@@ -179,10 +200,10 @@ class Lookups:
         """Return whether each lookup's feature is `used`, [L] bool; waits for no device."""
         assert self.used is not None
         bags = torch.zeros(self.num_bags, dtype=torch.bool, device=self.ids.device)
-        by_feature = bags.split(list(self.bags_per_feature))
+        parts = bags.split(list(self.part_sizes))
         if self.by_sample:
-            by_feature = bags.view(-1, len(self.used)).unbind(1)
-        for part, is_used in zip(by_feature, self.used, strict=True):
+            parts = bags.view(-1, len(self.used)).unbind(1)
+        for part, is_used in zip(parts, self.used, strict=True):
             if is_used:
                 part.fill_(True)
         return bags if self.offsets is None else bags[self.bag_of()]
@@ -192,6 +213,9 @@ def parse(features: Any, columns: tuple[str, ...], device: torch.device | None) 
     """Return any accepted input as a `Batch`. It must be on `device`; None: anywhere."""
     if isinstance(features, Tensor):
         return _parse_dense(features, columns, device)
+    if hasattr(features, "as_batch"):  # what modules look up
+        batch: Batch = features.as_batch(columns)
+        return batch
     if isinstance(features, tuple | list) and 2 <= len(features) <= 3:
         return _parse_jagged(columns, *parts_of(features), columns, device)
     if is_jagged(features):
@@ -309,6 +333,9 @@ def _int64(tensor: Any, what: str, device: torch.device | None) -> Tensor:
 
 def elsewhere(features: Any, batch: Batch) -> Batch:
     """Return a parsed batch of which `features` are a copy on another device."""
+    if hasattr(features, "as_batch"):
+        joined: Batch = features.as_batch(batch.keys)
+        return joined
     values, offsets, _ = parts_of(features)
     if offsets is None:
         if values.shape != batch.values.shape:
@@ -406,14 +433,15 @@ def outline_of(batch: Batch, group: WidthGroup) -> Lookups:
     if batch.offsets is None:
         bags = (batch.num_samples,) * len(group.features)
         return Lookups(nothing, None, None, bags, by_sample=True)
-    size, spans = batch.num_samples, spans_of(batch, group)
+    spans = spans_of(batch, group)
     lengths: list[Tensor] = []
     for feature, (low, high) in zip(group.features, spans, strict=True):
-        place = batch.keys.index(feature.name)
         if feature.pooling == "none":
             lengths.append(batch.offsets.new_ones(high - low))
         else:
-            lengths.append(batch.offsets[place * size : (place + 1) * size + 1].diff())
+            of_key = batch.bags_of(feature.name)
+            lengths.append(batch.offsets[of_key.start : of_key.stop + 1].diff())
+    calls = batch.calls and [batch.calls[batch.keys.index(x.name)] for x in group.features]
     return Lookups(
         ids=nothing,
         offsets=torch.nn.functional.pad(torch.cat(lengths).cumsum(0), (1, 0)),
@@ -421,6 +449,7 @@ def outline_of(batch: Batch, group: WidthGroup) -> Lookups:
         bags_per_feature=tuple(part.numel() for part in lengths),
         by_sample=False,
         spans=spans,
+        parts=tuple((place, bags) for place, sizes in enumerate(calls) for bags in sizes),
     )
 
 
@@ -531,6 +560,9 @@ def count_ids(features: Any) -> int:
 
 def compared(features: Any) -> tuple[Tensor, ...]:
     """Return the tensors that distinguish one batch of ids from another."""
+    if hasattr(features, "as_batch"):
+        tensors: tuple[Tensor, ...] = features.tensors
+        return tensors
     values, offsets, _ = parts_of(features)
     return (values,) if isinstance(features, Tensor) else (values, offsets)
 
@@ -549,7 +581,7 @@ def identity(
     Tensors are compared by memory, shape and version. Keep them alive as long as an identity, so
     that their memory is not reused.
     """
-    keys = () if isinstance(features, Tensor | tuple | list) else tuple(features.keys())
+    keys = tuple(features.keys()) if is_jagged(features) else ()
     return (keys, versions, *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors))
 
 
@@ -575,8 +607,7 @@ def _checked(
     if not torch.equal(inside, ids):
         place = int((inside != ids).int().argmax())
         assert batch.offsets is not None
-        first = batch.keys.index(feature.name) * batch.num_samples
-        starts = batch.offsets[first : first + batch.num_samples]
+        starts = batch.offsets[batch.bags_of(feature.name)]
         # The last sample that begins there or before: an empty one begins where the next does.
         sample = int((starts <= low + place).sum()) - 1
         where = f"position {low + place}, sample {sample}"

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from hotrow.inputs.jagged import KeyedJaggedTensor
 
+_MOST_PARTS = 1024  # of a list in which tensors are searched for
+
 
 def members(node: Any) -> Mapping[Any, Any] | None:
     """Return the parts of a container by index, key or field name; None if it is no container."""
@@ -63,6 +65,24 @@ def tensors_in(batch: Any) -> list[Tensor]:
     tensors: list[Tensor] = []
     _collect(batch, tensors)
     return tensors
+
+
+def all_tensors_in(batch: Any) -> list[Tensor]:
+    """Return every tensor of a batch, also those in attributes of objects of other classes."""
+    tensors: list[Tensor] = []
+    _collect_all(batch, tensors, depth=4)
+    return tensors
+
+
+def _collect_all(node: Any, tensors: list[Tensor], depth: int) -> None:
+    if isinstance(node, list) and len(node) > _MOST_PARTS:
+        return  # labels or names; looking at each would take long
+    parts = None if isinstance(node, Tensor | KeyedJaggedTensor) else members(node)
+    if parts is None and not _collect(node, tensors):
+        parts = getattr(node, "__dict__", None)
+    if parts is not None and depth:
+        for part in parts.values():
+            _collect_all(part, tensors, depth - 1)
 
 
 def only_tensors_in(batch: Any) -> list[Tensor] | None:

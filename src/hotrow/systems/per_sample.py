@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from hotrow.embedding.collection import EmbeddingBagCollection
+from hotrow.embedding.in_models import collections_in
 from hotrow.inputs.tree import tensors_in, to_device
 from hotrow.training.trainer import Trainer, algorithms
 
@@ -143,7 +144,7 @@ def _twin(model: nn.Module) -> nn.Module | None:
 
 
 def _collections(model: nn.Module) -> list[EmbeddingBagCollection]:
-    return [module for module in model.modules() if isinstance(module, EmbeddingBagCollection)]
+    return list(collections_in(model).values())
 
 
 def _dense_modules(model: nn.Module) -> list[nn.Module]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hotrow.embedding.collection import EmbeddingBagCollection
+from hotrow.embedding.in_models import collections_in
 from hotrow.embedding.reader import PlannedBatches
 from hotrow.engine.split_batch import Split
 from hotrow.inputs.batch import Room, parts_of
@@ -100,15 +100,11 @@ class CapturedStep:
         self._stale = 0
         self._refused = False
         self._spoiled = 0  # captures
-        for module in self._collections():
-            for group in module.every_group:
+        for collection in collections_in(self._model).values():
+            for group in collection.every_group:
                 group.capture.inputs = settings.inputs
         if max_lookups is not None:
             self._make_room(max_lookups)
-
-    def _collections(self) -> list[EmbeddingBagCollection]:
-        modules = self._model.modules()
-        return [module for module in modules if isinstance(module, EmbeddingBagCollection)]
 
     @property
     def num_graphs(self) -> int:
@@ -116,7 +112,7 @@ class CapturedStep:
 
     def _make_room(self, max_lookups: int) -> None:
         """Fix the room of a collection with one width; several widths share the lookups."""
-        for module in self._collections():
+        for module in collections_in(self._model).values():
             if len(module.groups) == 1:
                 module.groups[0].capture.fix_lookups(max_lookups)
 
@@ -241,7 +237,7 @@ class CapturedStep:
         for static in shape.inputs:
             self._lanes.after(self._lane, static.trained)  # before its memory is used again
             self._empty(static)
-            for module in self._collections():
+            for module in collections_in(self._model).values():
                 for group in module.every_group:
                     group.planning.free_berth(static.number)
         if not any(static.graphs for shape in self._shapes.values() for static in shape.inputs):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hotrow.embedding import dense_steps
-from hotrow.embedding.collection import collections_in, some_collections_in
+from hotrow.embedding.in_models import collections_in, some_collections_in
 from hotrow.embedding.optimizer import RowOptimizer
 from hotrow.engine.split_batch import Split
 from hotrow.support.streams import Lanes

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from hotrow.embedding.ahead import Ahead
 from hotrow.embedding.arguments import usable_device
-from hotrow.embedding.collection import EmbeddingBagCollection, collections_in
+from hotrow.embedding.collection import EmbeddingBagCollection
+from hotrow.embedding.in_models import collections_in
 from hotrow.inputs.tree import to_device
 from hotrow.support.clock import Clock, named
 from hotrow.support.records import EvalRecord, LateStepRecord, StepRecord

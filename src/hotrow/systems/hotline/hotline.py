@@ -27,7 +27,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from hotrow.embedding.ahead import features_of
-from hotrow.embedding.collection import EmbeddingBagCollection, collections_in
+from hotrow.embedding.collection import EmbeddingBagCollection
+from hotrow.embedding.in_models import collections_in
 from hotrow.engine.stages import LATE
 from hotrow.inputs.batch import Batch, parse
 from hotrow.inputs.held_batches import Kept

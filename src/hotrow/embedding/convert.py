@@ -1,0 +1,368 @@
+"""`hotrow.convert`: an ordinary model's embeddings become hotrow's, in place, and back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hotrow.embedding.module_tables import ModuleTables
+from hotrow.embedding.table_modules import (
+    Embedding,
+    EmbeddingBag,
+    TableModule,
+    config_of,
+    why_unsupported,
+)
+from hotrow.embedding.torch_steps import note_stand_ins
+from hotrow.support.messages import few, warn
+from hotrow.support.units import show_bytes
+
+AnyModel = TypeVar("AnyModel", bound=nn.Module)
+Optimizers = Optimizer | Sequence[Optimizer] | None
+_PLAIN = (nn.Embedding, nn.EmbeddingBag)
+HELD = ("leave", "replace")
+
+
+@dataclass
+class _Table:
+    """An embedding's weight, and the modules that look it up."""
+
+    weight: nn.Parameter
+    modules: dict[str, nn.Module] = field(default_factory=dict)  # by path
+    reason: str | None = None  # why it is left as it is
+
+    @property
+    def name(self) -> str:
+        return next(iter(self.modules)).replace(".", "/") or "embedding"
+
+    @property
+    def module(self) -> Any:
+        return next(iter(self.modules.values()))
+
+
+def convert(
+    model: AnyModel,
+    budget: Any,
+    *,
+    optimizer: Optimizers = None,
+    device: str | torch.device | None = None,
+    idle: str | None = None,
+    held: str = "leave",
+    show: bool = True,
+    **options: Any,
+) -> AnyModel:
+    """Let the embeddings of a model keep their rows in host memory, and `budget` bytes of fast
+    memory for all of them together. The model is changed in place and returned.
+
+    Every `nn.Embedding` and `nn.EmbeddingBag`, of subclasses too, goes on with its weights, its
+    calls and its keys of the state dict. Their rows are updated by the torch optimizer that is made
+    of `model.parameters()`; one that exists already is given as `optimizer`, and is changed in
+    place with its state. An embedding whose weight something else holds, such as a tied layer or a
+    list for regularization, stays as it is, and so do others that cannot be converted; a table of
+    all of them is printed (`show`), with the reason.
+
+    `device` is that of fast memory, by default that of the model's other parameters.
+    `idle="frozen"` lets rows rest that no batch looks up where Adam or weight decay would move
+    them. `held="replace"` puts the small parameters of the converted tables into lists that hold
+    weights, where a use of them in a loss raises. Other options are those of
+    `hotrow.EmbeddingBagCollection`, such as `strategy` and `seed`.
+    """
+    if held not in HELD:
+        raise ValueError(f"held must be one of {', '.join(HELD)}, not {held!r}")
+    given = _listed(optimizer)
+    tables = list(_tables_of(model).values())
+    for table in tables:
+        table.reason = _why_left(model, table, held)
+    chosen = [table for table in tables if table.reason is None]
+    _refuse_other_optimizers(chosen, given)
+    if chosen:
+        _convert(model, chosen, budget, given, device, idle, held, options)
+    if show:
+        _show(tables)
+    if not tables:
+        warn(f"{type(model).__name__} has no nn.Embedding or nn.EmbeddingBag to convert")
+    return model
+
+
+def revert(model: AnyModel, *, optimizer: Optimizers = None) -> AnyModel:
+    """Make the modules of a converted model plain again, with the weights of now, in place.
+
+    `optimizer` gets their weights instead of the small parameters that stood for them, and the
+    state of their rows.
+    """
+    by_table: dict[tuple[int, str], list[TableModule]] = {}
+    for module in model.modules():
+        if isinstance(module, TableModule):
+            by_table.setdefault((id(module.tables), module.table), []).append(module)
+    for modules in by_table.values():
+        tables, table = modules[0].tables, modules[0].table
+        stand_in = tables.stand_in(table)
+        states = {
+            id(x): {**tables.collection.row_access.copy_state(table), "step": tables.steps(table)}
+            for x in _listed(optimizer)
+            if tables.is_built and any(stand_in is p for g in x.param_groups for p in g["params"])
+        }
+        weight = nn.Parameter(
+            tables.release(table).to(tables.device), requires_grad=stand_in.requires_grad
+        )
+        for module in modules:
+            _make_plain(module, weight)
+        for each in _listed(optimizer):
+            each.state.pop(stand_in, None)
+            _exchange(each, {id(stand_in): weight})
+            if id(each) in states:
+                each.state[weight] = _as_torch(each, states[id(each)], weight)
+    return model
+
+
+# -- what to convert -------------------------------------------------------------------------
+
+
+def _tables_of(model: nn.Module) -> dict[int, _Table]:
+    """Return the weights of all plain embeddings of a model, by identity."""
+    tables: dict[int, _Table] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, _PLAIN) and not isinstance(module, TableModule):
+            weight: Any = module.weight
+            tables.setdefault(id(weight), _Table(weight)).modules[path] = module
+    return tables
+
+
+def _why_left(model: nn.Module, table: _Table, held: str) -> str | None:
+    """Return why a table stays as it is; None: it can be converted."""
+    module, weight = table.module, table.weight
+    if module._parameters.get("weight") is not weight:
+        return "its weight is computed (a parametrization), not a parameter"
+    if weight.device.type == "meta":
+        return "its weight is on the meta device, without values"
+    forms = {(type(x), getattr(x, "mode", None), x.padding_idx) for x in table.modules.values()}
+    if len(forms) > 1:
+        return "modules of different kinds share its weight"
+    reason = why_unsupported(module.max_norm, module.scale_grad_by_freq, weight.dtype)
+    if reason is not None:
+        return reason
+    places = _places_of(model, table)
+    tied = [place for place, is_parameter in places if is_parameter]
+    if tied:
+        return f"its weight is also that of {few(tied)}"
+    if places and held == "leave":
+        return (
+            f"its weight is also held in {few([place for place, _ in places])}, which would go on "
+            "with the old weight; drop it there, or see held='replace'"
+        )
+    return None
+
+
+def _places_of(model: nn.Module, table: _Table) -> list[tuple[str, bool]]:
+    """Return where else a weight is held, and whether that is a parameter of a module."""
+    places: dict[str, bool] = {}
+    own = {id(module) for module in table.modules.values()}
+    for path, module in model.named_modules():
+        prefix = f"{path or type(model).__name__}."
+        for name, parameter in module._parameters.items():
+            if parameter is table.weight and not (id(module) in own and name == "weight"):
+                places[prefix + name] = True
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules") and _holds(value, table.weight):
+                places[prefix + name] = False
+    return list(places.items())
+
+
+def _holds(value: Any, weight: Tensor, depth: int = 6) -> bool:
+    if value is weight:
+        return True
+    if not depth or not isinstance(value, dict | list | tuple | set | frozenset):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return any(_holds(part, weight, depth - 1) for part in parts)
+
+
+def _refuse_other_optimizers(tables: Sequence[_Table], given: Sequence[Optimizer]) -> None:
+    """Raise if an optimizer holds a weight that will be one no more."""
+    weights = {id(table.weight): table.name for table in tables}
+    for other in [x for x in gc.get_objects() if issubclass(type(x), Optimizer)]:
+        if any(other is x for x in given):
+            continue
+        for group in other.param_groups:
+            names = [weights[id(x)] for x in group["params"] if id(x) in weights]
+            if names:
+                raise ValueError(
+                    f"a {type(other).__name__} already holds the weight of {names[0]!r}, and would "
+                    "go on with a tensor that the model does not use any more: give it to "
+                    "hotrow.convert(model, ..., optimizer=optimizer), or make it afterwards"
+                )
+
+
+# -- converting ------------------------------------------------------------------------------
+
+
+def _convert(
+    model: nn.Module,
+    chosen: Sequence[_Table],
+    budget: Any,
+    optimizers: Sequence[Optimizer],
+    device: str | torch.device | None,
+    idle: str | None,
+    held: str,
+    options: Mapping[str, Any],
+) -> None:
+    if device is None:
+        device = _device_of(model, chosen)
+    configs = [_config(table) for table in chosen]
+    weights = {table.name: table.weight.data for table in chosen}
+    serving = ModuleTables(configs, weights, device=device, budget=budget, idle=idle, **options)
+    new: dict[int, Any] = {}
+    for table in chosen:
+        stand_in = serving.stand_in(table.name)
+        stand_in.requires_grad_(table.weight.requires_grad)
+        new[id(table.weight)] = stand_in
+    if held == "replace":
+        for module in model.modules():
+            for name, value in list(vars(module).items()):
+                if name not in ("_parameters", "_buffers", "_modules"):
+                    vars(module)[name] = _replaced(value, new)
+    for table in chosen:
+        for module in table.modules.values():
+            _make_hotrow(module, serving, table.name)
+    for optimizer in optimizers:
+        _take_over(optimizer, chosen, new, serving)
+    for table in chosen:
+        del table.weight  # or it would keep the memory of the whole table
+
+
+def _config(table: _Table) -> Any:
+    module = table.module
+    mode = getattr(module, "mode", "none")
+    rows, dim = table.weight.shape
+    return config_of(table.name, rows, dim, mode, module.padding_idx, None)
+
+
+def _device_of(model: nn.Module, chosen: Sequence[_Table]) -> torch.device:
+    converted = {id(table.weight) for table in chosen}
+    others = (x.device for x in model.parameters() if id(x) not in converted)
+    return next(others, chosen[0].weight.device)
+
+
+@cache
+def _class_for(plain: type) -> type:
+    """Return a class whose lookups are hotrow's and whose other methods are those of `plain`."""
+    ours = Embedding if issubclass(plain, nn.Embedding) else EmbeddingBag
+    if plain in _PLAIN:
+        return ours
+    return type(plain.__name__, (plain, ours), {"__module__": plain.__module__})
+
+
+def _make_hotrow(module: nn.Module, tables: ModuleTables, table: str) -> None:
+    plain: Any = type(module)
+    module.__class__ = _class_for(plain)  # it keeps its identity: others may refer to it
+    vars(module)["plain_class"] = plain
+    module.use_tables(tables, table)  # type: ignore[operator]
+
+
+def _make_plain(module: TableModule, weight: nn.Parameter) -> None:
+    default = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
+    plain = vars(module).pop("plain_class", default)
+    module.forget_tables()
+    module.__class__ = plain
+    module._parameters["weight"] = weight
+
+
+def _replaced(value: Any, new: Mapping[int, Any]) -> Any:
+    """Return a container with other parts; lists and dicts are changed in place."""
+    if id(value) in new:
+        return new[id(value)]
+    if isinstance(value, dict):
+        for key, part in list(value.items()):
+            value[key] = _replaced(part, new)
+    elif isinstance(value, list):
+        value[:] = [_replaced(part, new) for part in value]
+    elif type(value) is tuple:
+        parts = tuple([_replaced(part, new) for part in value])
+        return parts if any(x is not y for x, y in zip(parts, value, strict=True)) else value
+    return value
+
+
+# -- optimizers ------------------------------------------------------------------------------
+
+
+def _listed(optimizer: Optimizers) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    listed = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    wrong = [x for x in listed if not isinstance(x, Optimizer)]
+    if wrong:
+        raise TypeError(
+            f"optimizer must be a torch optimizer that exists, or a list of them, got "
+            f"{type(wrong[0]).__name__}"
+        )
+    return listed
+
+
+def _exchange(optimizer: Optimizer, new: Mapping[int, Any]) -> None:
+    """Put other params into an optimizer, in the same places."""
+    for group in optimizer.param_groups:
+        group["params"] = [new.get(id(param), param) for param in group["params"]]
+
+
+def _take_over(
+    optimizer: Optimizer, chosen: Sequence[_Table], new: Mapping[int, Any], tables: ModuleTables
+) -> None:
+    """Let an optimizer hold stand-ins instead of weights, whose state moves to the rows."""
+    states = {}
+    for table in chosen:
+        if table.weight in optimizer.state:
+            state = states[table.name] = optimizer.state.pop(table.weight)
+            stand_in = new[id(table.weight)]
+            optimizer.state[stand_in] = _own_state(state, table.weight, stand_in)
+    _exchange(optimizer, new)
+    note_stand_ins(optimizer)
+    for name in [name for name, state in states.items() if state]:
+        state, owner = states.pop(name), tables.collection.torch_steps
+        assert owner is not None
+        step = int(state.get("step", 0))
+        widths = tables.collection.row_access.state_widths(name)
+        owner.load_state(optimizer, name, {key: state[key] for key in widths}, step)
+
+
+def _own_state(state: Mapping[str, Any], weight: Tensor, stand_in: Tensor) -> dict[str, Any]:
+    """Return what an optimizer keeps of a stand-in, some of it from its construction on."""
+    return {
+        key: (torch.zeros_like(stand_in) if getattr(x, "shape", None) == weight.shape else x)
+        for key, x in state.items()
+    }
+
+
+def _as_torch(optimizer: Optimizer, state: Mapping[str, Any], weight: Tensor) -> dict[str, Any]:
+    """Return the state of a weight as an optimizer of torch keeps it."""
+    step = state["step"]
+    if not isinstance(optimizer, torch.optim.SparseAdam):
+        step = torch.tensor(float(step))
+    tensors = {key: x.to(weight.device) for key, x in state.items() if key != "step"}
+    return {"step": step, **tensors} if tensors else {}
+
+
+# -- what was done ---------------------------------------------------------------------------
+
+
+def _show(tables: Sequence[_Table]) -> None:
+    shown = Table(title="hotrow.convert", title_justify="left")
+    for name in ("module", "rows", "dim", "size", "now"):
+        shown.add_column(name, justify="left" if name in ("module", "now") else "right")
+    for table in tables:
+        module = table.module
+        rows, dim = module.num_embeddings, module.embedding_dim
+        now = (
+            "hotrow, in the shared budget" if table.reason is None else f"as it was: {table.reason}"
+        )
+        size = show_bytes(4 * rows * dim)
+        shown.add_row(", ".join(table.modules), f"{rows:,}", str(dim), size, now)
+    Console(soft_wrap=False).print(shown)

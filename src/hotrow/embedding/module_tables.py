@@ -1,0 +1,203 @@
+"""The tables of one or several modules, in one collection that is built when rows are needed.
+
+Until then weights are where they were: in the module that was converted, or nowhere. So the device
+may still change, and rows get the state of the optimizer that is known by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from hotrow.embedding.arguments import drawn_seed, usable_device
+from hotrow.embedding.collection import EmbeddingBagCollection
+from hotrow.embedding.id_sources import IdSources
+from hotrow.embedding.stand_ins import StandIn, StandIns
+from hotrow.embedding.torch_steps import known_rule
+from hotrow.embedding.torch_steps import watch as watch_optimizers
+from hotrow.inputs.calls import Call
+from hotrow.inputs.tables import EmbeddingBagConfig
+from hotrow.kernels.rules import RowRule
+from hotrow.support.units import parse_bytes, show_bytes
+
+
+class ModuleTables:
+    """Tables that modules look up, and what their collection is built from."""
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        weights: Mapping[str, Tensor],
+        *,
+        device: str | torch.device = "cpu",
+        budget: Any = None,
+        optimizer: RowRule | None = None,
+        idle: str | None = None,
+        seed: int | None = None,
+        **options: Any,
+    ) -> None:
+        """`weights` have the rows of some tables; the others start by their `init`. `options` are
+        those of a collection."""
+        watch_optimizers()
+        self.device = usable_device(device)
+        self.tables, self.budget = tuple(tables), budget
+        self._weights, self._rule, self._idle = dict(weights), optimizer, idle
+        self._options = {**options, "seed": drawn_seed() if seed is None else seed}
+        self.stand_ins = StandIns([table.name for table in tables], self.device)
+        self._built: EmbeddingBagCollection | None = None
+        self._modules: WeakSet[nn.Module] = WeakSet()
+        self._all_ids: dict[str, Tensor] = {}
+        self.sources: IdSources | None = None  # how ids follow from batches of `hotrow.ahead`
+
+    def stand_in(self, table: str) -> StandIn:
+        return self.stand_ins.parameters[self.stand_ins.names.index(table)]
+
+    def serve(self, module: nn.Module) -> None:
+        """Note a module that looks up rows here."""
+        self._modules.add(module)
+
+    def follow_mode(self) -> None:
+        """Train rows while some module is in training mode."""
+        if self._built is not None:
+            self._built.training = any(module.training for module in self._modules)
+
+    @property
+    def is_built(self) -> bool:
+        return self._built is not None
+
+    @property
+    def collection(self) -> EmbeddingBagCollection:
+        """The collection; the first use builds it."""
+        if self._built is None:
+            self._built = self._build()
+            self.follow_mode()
+        return self._built
+
+    def _build(self) -> EmbeddingBagCollection:
+        built = EmbeddingBagCollection(
+            self.tables,
+            self._rule,
+            self.budget,
+            update="step",
+            idle=self._idle,
+            device=self.device,
+            stand_ins=self.stand_ins,
+            expected_rule=known_rule(self.stand_ins, self._idle),
+            **self._options,
+        )
+        while self._weights:  # one by one: the memory of each is free after it was copied
+            name, weights = next(iter(self._weights.items()))
+            built.load_weights(name, 0, weights.detach())
+            del self._weights[name], weights
+        return built
+
+    def steps(self, table: str) -> int:
+        """Return how often a table's rows were updated."""
+        optimizer = self.collection.optimizer
+        return optimizer.steps[optimizer.names.index(table)]
+
+    def release(self, table: str) -> Tensor:
+        """Return the weights of a table that is needed here no more."""
+        return self._weights.pop(table) if table in self._weights else self.copy(table)
+
+    def move_to(self, device: torch.device) -> None:
+        """Let fast memory be on another device, before the first step."""
+        device = usable_device(device)
+        if device == self.device:
+            return
+        if self._built is not None:
+            if max(self._built.optimizer.steps) or any(self.stand_ins.waiting()):
+                raise RuntimeError(
+                    f"rows of these tables were trained on {self.device}, and their fast memory "
+                    f"cannot move to {device} any more. Move the model before its first step; or "
+                    "hotrow.revert(model) makes plain modules of it, which can move"
+                )
+            built, self._built = self._built, None
+            for table in self.tables:
+                self._weights[table.name] = built.row_access.copy_weights(table.name)
+        self.device = device
+        self._all_ids.clear()
+        self.stand_ins.move_to(device)
+
+    # -- lookups -----------------------------------------------------------------------
+
+    def look_up(self, call: Call, *, trains: bool) -> Tensor:
+        """Return the vectors of a call's bags, [bags, dim]; `trains`: in training mode."""
+        if call.ids.device.type != self.device.type:
+            raise ValueError(
+                f"ids of module {call.table!r} are on {call.ids.device}, and its rows' device is "
+                f"{self.device}; move the batch there, or iterate with hotrow.ahead, which does"
+            )
+        collection = self.collection
+        elsewhere = collection.pipeline.thread.is_elsewhere
+        if not torch.is_grad_enabled() or (not trains and elsewhere):
+            return collection.calls.read(call)
+        self.stand_ins.refuse_other_values()
+        return collection.calls.look_up(call)
+
+    def whole(self, table: str) -> Tensor:
+        """Return all rows of a table, [rows, dim]; differentiable where gradients are on."""
+        if not (torch.is_grad_enabled() and self.stand_in(table).requires_grad):
+            return self.copy(table).to(self.device)
+        if table not in self._all_ids:
+            config = next(x for x in self.tables if x.name == table)
+            self._check_whole(config)
+            self._all_ids[table] = torch.arange(config.num_embeddings, device=self.device)
+        return self.look_up(Call(table, self._all_ids[table], is_whole=True), trains=True)
+
+    def _check_whole(self, table: EmbeddingBagConfig) -> None:
+        """Raise if a table, a copy of its weights and their gradient do not fit fast memory."""
+        if table.skipped_idx is not None:
+            raise NotImplementedError(
+                f"the weight of {table.name!r} as one tensor cannot be trained: it is a bag with "
+                "padding_idx. Read it under torch.no_grad(), or look rows up by an hotrow.Embedding"
+            )
+        collection = self.collection
+        if not collection.strategy.needs_budget or self.budget == "auto":
+            return
+        total = parse_bytes(self.budget, total=collection.bytes_total)
+        copies = 2 * 4 * table.num_embeddings * table.embedding_dim
+        rows = collection.row_access.bytes_of(table.name)
+        if rows + copies + collection.row_access.whole_bytes > total:
+            raise RuntimeError(
+                f"the weight of {table.name!r} as one tensor takes {show_bytes(rows + copies)}, "
+                "with its rows and its gradient, and the budget of fast memory is "
+                f"{show_bytes(total)}. Look up the rows that a loss needs, module(ids), with a "
+                "sampled softmax instead of one over all rows; weights() streams all rows, and "
+                "under torch.no_grad() weight can be read"
+            )
+        collection.row_access.take_whole(table.name, copies)
+
+    # -- weights -----------------------------------------------------------------------
+
+    def copy(self, table: str) -> Tensor:
+        """Return a copy of a table's weights, [rows, dim], on the CPU."""
+        if self._built is None and table in self._weights:
+            return self._weights[table].detach().clone().cpu()
+        with self.collection.row_access.reading():
+            return self.collection.row_access.copy_weights(table)
+
+    def load(self, table: str, first: int, weights: Tensor) -> None:
+        """Replace rows from `first` on."""
+        kept = self._weights.get(table)
+        if self._built is None and kept is not None and 0 <= first <= len(kept) - len(weights):
+            with torch.no_grad():
+                kept[first : first + len(weights)] = weights.to(kept)
+        else:
+            self.collection.load_weights(table, first, weights)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether rows are saved on their own, so that state dicts have none."""
+        return self._built is not None and self._built.row_access.is_apart
+
+    # -- batches of hotrow.ahead ---------------------------------------------------------
+
+    def expect(self, functions: Mapping[str, Callable[[Any], Any]] | None) -> None:
+        """Prepare a pass of `hotrow.ahead`; `functions` say what tables are looked up with."""
+        if self.sources is None or functions is not None:
+            self.sources = IdSources(functions or {})

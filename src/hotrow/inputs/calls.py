@@ -1,0 +1,167 @@
+"""Ids that single modules look up, joined to one batch of the collection that serves them all.
+
+Knows tensors and tables' names; neither modules nor rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from hotrow.inputs.batch import Batch
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a module is called with: ids of any shape, and which of them form a bag.
+
+    Without `offsets` every id is a bag of its own, or every row of a 2-D tensor if `by_row`.
+    """
+
+    table: str
+    ids: Tensor
+    offsets: Tensor | None = None  # where bags begin
+    has_end: bool = False  # the last offset is the number of ids
+    by_row: bool = False
+    is_whole: bool = False  # the ids are all rows of the table
+
+    @property
+    def num_bags(self) -> int:
+        if self.offsets is not None:
+            return len(self.offsets) - self.has_end
+        return len(self.ids) if self.by_row else self.ids.numel()
+
+    @property
+    def is_single(self) -> bool:
+        """Whether every bag has one id."""
+        return self.offsets is None and self.num_bags == self.ids.numel()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.ids,) if self.offsets is None else (self.ids, self.offsets)
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What distinguishes calls beside their tensors."""
+        return self.table, self.offsets is None, self.has_end, self.by_row, self.is_whole
+
+    def bag_starts(self) -> Tensor:
+        """Return where each bag begins, without the end."""
+        if self.offsets is not None:
+            return self.offsets[: self.num_bags].long()
+        width = self.ids.shape[1] if self.by_row else 1
+        return torch.arange(self.num_bags, device=self.ids.device) * width
+
+    def check_offsets(self) -> None:
+        """Raise if offsets are not those of bags; waits for a device."""
+        if self.offsets is None or not len(self.offsets):
+            return
+        edges = torch.cat([self.offsets.long(), self.offsets.new_tensor([self.ids.numel()])])
+        first, *lengths = torch.cat([edges[:1], edges.diff()]).tolist()
+        if first != 0:
+            raise ValueError(f"module {self.table!r}: offsets must start at 0, not {first}")
+        if min(lengths) < 0 or (self.has_end and lengths[-1]):
+            raise ValueError(
+                f"module {self.table!r}: offsets must not fall, and must not pass the number of "
+                f"ids, {self.ids.numel()}" + (", with which they end" if self.has_end else "")
+            )
+
+
+class JoinedCalls:
+    """The calls of modules in one forward pass, as one batch.
+
+    If every table is called once with as many ids, the batch is dense. Otherwise it is jagged:
+    tables in their order, and the calls of each in theirs.
+    """
+
+    def __init__(self, calls: Sequence[Call], whole: Tensor | None = None) -> None:
+        """`whole`: a tensor whose columns are what the tables are called with, in their order."""
+        self.calls, self._whole = tuple(calls), whole
+        self._batch: Batch | None = None
+
+    def again(self) -> JoinedCalls:
+        """Return the same calls, to be joined as they are now."""
+        return JoinedCalls(self.calls, self._whole)
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors of all calls."""
+        return tuple(tensor for call in self.calls for tensor in call.tensors)
+
+    def check_offsets(self) -> None:
+        for call in self.calls:
+            call.check_offsets()
+
+    def as_batch(self, columns: tuple[str, ...]) -> Batch:
+        """Return the batch, whose features are named like their tables. Its memory is its own, but
+        for `whole`."""
+        if self._batch is None:
+            self._batch = self._dense(columns) if self.is_dense(columns) else self._jagged(columns)
+        return self._batch
+
+    def is_dense(self, columns: tuple[str, ...]) -> bool:
+        tables = [call.table for call in self.calls]
+        if sorted(tables) != sorted(columns) or not all(call.is_single for call in self.calls):
+            return False
+        return len({call.num_bags for call in self.calls}) == 1
+
+    def _dense(self, columns: tuple[str, ...]) -> Batch:
+        values = self._whole
+        if values is None:
+            by_table = {call.table: call.ids.reshape(-1) for call in self.calls}
+            values = torch.stack([by_table[name] for name in columns], 1)
+        return Batch(values.long(), None, columns, len(values))
+
+    def _jagged(self, columns: tuple[str, ...]) -> Batch:
+        by_table: dict[str, list[Call]] = {name: [] for name in columns}
+        for call in self.calls:
+            by_table[call.table].append(call)
+        ordered = [call for calls in by_table.values() for call in calls]
+        values = torch.cat([call.ids.reshape(-1) for call in ordered]).long()
+        starts, ends, first = [], [0], 0
+        for calls in by_table.values():
+            for call in calls:
+                starts.append(call.bag_starts() + first)
+                first += call.ids.numel()
+            ends.append(first)
+        end = torch.full((1,), first, device=values.device)
+        bags = tuple(tuple(call.num_bags for call in calls) for calls in by_table.values())
+        return Batch(values, torch.cat([*starts, end]), columns, 1, tuple(ends), calls=bags)
+
+    def ids_of(self, number: int, columns: tuple[str, ...]) -> Tensor:
+        """Return the ids of a call as they were joined, [ids]."""
+        batch, call = self.as_batch(columns), self.calls[number]
+        place = columns.index(call.table)
+        if batch.offsets is None:
+            return batch.values[:, place]
+        before = [x for x in self.calls[:number] if x.table == call.table]
+        first = batch.ends[place] + sum(x.ids.numel() for x in before)
+        return batch.values[first : first + call.ids.numel()]
+
+    def is_as_joined(self, columns: tuple[str, ...]) -> bool:
+        """Whether the tensors of all calls still have the ids that were joined; reads them."""
+        return all(
+            torch.equal(call.ids.reshape(-1), self.ids_of(number, columns).to(call.ids.dtype))
+            for number, call in enumerate(self.calls)
+        )
+
+    def part_of(self, number: int, columns: Sequence[str]) -> int:
+        """Return which part of the lookups of `columns`, tables of one width, a call is."""
+        table = self.calls[number].table
+        places = {name: place for place, name in enumerate(columns)}
+        parts = [
+            (places[call.table], k) for k, call in enumerate(self.calls) if call.table in places
+        ]
+        return sorted(parts).index((places[table], number))
+
+
+def by_table(calls: Sequence[Call]) -> Mapping[str, list[int]]:
+    """Return the numbers of the calls of each table."""
+    numbers: dict[str, list[int]] = {}
+    for number, call in enumerate(calls):
+        numbers.setdefault(call.table, []).append(number)
+    return numbers
