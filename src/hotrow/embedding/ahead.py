@@ -14,6 +14,7 @@ from torch import nn
 
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.embedding.in_models import some_collections_in
+from hotrow.embedding.module_ids import served_modules
 from hotrow.embedding.reader import ReadBatch, Reader, features_of
 from hotrow.engine import schedule
 from hotrow.engine.schedule import Ticket
@@ -25,6 +26,8 @@ from hotrow.support.interrupts import Standing
 from hotrow.support.messages import warn
 from hotrow.support.random_states import random_states, restore_random_states
 from hotrow.support.threads import bind_to_this_process, may_wait
+
+Ids = Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
 
 __all__ = ["Ahead", "ahead", "features_of"]
 
@@ -41,7 +44,7 @@ _warned_of_draws: WeakSet[nn.Module] = WeakSet()
 def ahead(
     loader: Iterable[Any],
     model: nn.Module,
-    ids: Callable[[Any], Any] | None = None,
+    ids: Ids = None,
     *,
     depth: int | str | None = None,
     step: Any = None,
@@ -49,7 +52,9 @@ def ahead(
     """Iterate over `loader`; rows have arrived, and the batch is on the device, when yielded.
 
     `ids(batch)` returns what `model` passes to its collection, or a dict of that by the names of
-    collections in `model.named_modules()`. Without it the batch itself is taken. `depth` is how
+    collections in `model.named_modules()`. Without it the batch itself is taken. What converted
+    modules look up is learned from the first batch; for a module whose ids the model computes in
+    another way, `ids={"path.of.module": function of a batch}` returns them. `depth` is how
     many batches may be known beyond those whose rows are on their way; by default ("auto", or None)
     as many as pay and fit the budget. With 0 a batch is read when the one before it was trained:
     nothing overlaps, not even uploads to a GPU. `step` is what `hotrow.graphed` returned, if that
@@ -70,7 +75,7 @@ class Ahead:
         self,
         loader: Iterable[Any],
         model: nn.Module,
-        ids: Callable[[Any], Any] | None,
+        ids: Ids,
         *,
         depth: int | str | None,
         step: Any = None,
@@ -80,8 +85,11 @@ class Ahead:
         never changes the memory of a batch that is held."""
         if not isinstance(loader, Iterable):
             raise TypeError(f"loader must be iterable, got {type(loader).__name__}")
-        if ids is not None and not callable(ids):
-            raise TypeError(f"ids must be a function of a batch, got {type(ids).__name__}")
+        if not (ids is None or callable(ids) or isinstance(ids, Mapping)):
+            raise TypeError(
+                "ids must be a function of a batch, or functions by the names of modules, got "
+                f"{type(ids).__name__}"
+            )
         if isinstance(depth, str) and depth == "auto":
             depth = None
         if depth is not None and (not isinstance(depth, int) or depth < 0):
@@ -93,7 +101,8 @@ class Ahead:
                 f"step must be what hotrow.graphed gave, got {type(step).__name__}; a step of your "
                 "own needs no mention"
             )
-        self._loader, self._ids, self._depth, self._is_kept = loader, ids, depth, is_kept
+        self._loader, self._depth, self._is_kept = loader, depth, is_kept
+        self._ids = ids if callable(ids) else None
         self._step = step
         self._standing = Standing()
         self._owner = os.getpid()
@@ -102,6 +111,7 @@ class Ahead:
         self._running: Generator[Ticket, None, None] | None = None
         self._model = model
         self._collections = some_collections_in(model)
+        self._served = served_modules(model, ids if isinstance(ids, Mapping) else None)
         self._strategy = _common_strategy(list(self._collections.values()))
         self._reader: Reader | None = None
         self._last: ReadBatch | None = None
@@ -199,6 +209,7 @@ class Ahead:
     def _refuse_changed_ids(self, *, waits: bool = False) -> None:
         for collection in self._collections.values():
             collection.pipeline.refuse_changed_ids(waits=waits)
+            collection.calls.refuse_changed(waits=waits)
 
     def _close(self, *, waits: bool = True) -> bool:
         """Return whether a pass was ended. If this must not wait, collections end it later."""
@@ -247,6 +258,7 @@ class Ahead:
                 self._reader = Reader(
                     self._loader,
                     self._collections,
+                    self._served,
                     self._ids,
                     self._strategy,
                     self._depth,
@@ -262,14 +274,18 @@ class Ahead:
                 collection.pipeline.leave(self)
             raise
         self._last = None
-        self._running = schedule.run(
-            self._reader.stages,
-            self._reader.admit,
-            as_listed if self._reader.is_serial else self._strategy.order_in_cycle,
-            self._reader.lanes,
-            self.clock,
-        )
+        order = as_listed if self._reader.is_serial else self._strategy.order_in_cycle
+        self._running = _tickets(self._reader, order, self.clock)
         self._standing.put_up()
+
+
+def _tickets(reader: Reader, order: schedule.Order, clock: Clock) -> Generator[Ticket, None, None]:
+    """Yield batches that nothing is known of, while there is something to learn; then others when
+    their rows have arrived."""
+    while (read := reader.read_to_learn()) is not None:
+        yield read
+        reader.learn(read)
+    yield from schedule.run(reader.stages, reader.admit, order, reader.lanes, clock)
 
 
 @contextmanager

@@ -110,7 +110,8 @@ class CallLookups:
         """Return vectors by the plan of a batch; None if no plan has this call."""
         found = self._find(call)
         if found is None:
-            if any(isinstance(x.features, JoinedCalls) for x in self._pipeline.planned):
+            expected = [getattr(x.features, "calls", ()) for x in self._pipeline.planned]
+            if any(other.form == call.form for calls in expected for other in calls):
                 self._warn(call)
             return None
         planned, number = found

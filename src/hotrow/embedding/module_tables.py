@@ -51,7 +51,7 @@ class ModuleTables:
         self._built: EmbeddingBagCollection | None = None
         self._modules: WeakSet[nn.Module] = WeakSet()
         self._all_ids: dict[str, Tensor] = {}
-        self.sources: IdSources | None = None  # how ids follow from batches of `hotrow.ahead`
+        self.id_sources = IdSources({})  # how ids follow from batches of `hotrow.ahead`
 
     def stand_in(self, table: str) -> StandIn:
         return self.stand_ins.parameters[self.stand_ins.names.index(table)]
@@ -199,5 +199,5 @@ class ModuleTables:
 
     def expect(self, functions: Mapping[str, Callable[[Any], Any]] | None) -> None:
         """Prepare a pass of `hotrow.ahead`; `functions` say what tables are looked up with."""
-        if self.sources is None or functions is not None:
-            self.sources = IdSources(functions or {})
+        if functions is not None:
+            self.id_sources = IdSources(functions)

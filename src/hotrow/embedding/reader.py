@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hotrow.embedding.collection import EmbeddingBagCollection
+from hotrow.embedding.module_ids import ServedModules
 from hotrow.embedding.pipeline import PlannedBatch
 from hotrow.engine.schedule import Ticket
 from hotrow.engine.split_batch import Parted, Split
@@ -149,6 +150,7 @@ class Reader:
         self,
         loader: Iterable[Any],
         collections: Mapping[str, EmbeddingBagCollection],
+        served: ServedModules,
         ids: Callable[[Any], Any] | None,
         strategy: Strategy,
         depth: int | None,
@@ -157,6 +159,7 @@ class Reader:
         is_kept: bool,
     ) -> None:
         self._loader, self._collections, self._ids = loader, collections, ids
+        self._served = served
         if isinstance(loader, Iterator):
             _warn_of_dropped(loader)
         self._can_split = hasattr(step, "split")
@@ -187,6 +190,30 @@ class Reader:
         self._asked = self._last_useful = 0
         if self._landing is not None:
             self._landing.begin(self.lane)
+
+    # -- what modules look up ----------------------------------------------------------
+
+    def read_to_learn(self) -> ReadBatch | None:
+        """Return a batch that is not planned, to learn what modules look up; None: all is known."""
+        if not self._served.begin():
+            return None
+        self._read()
+        if not self._known:
+            return None
+        read = self._known.popleft()
+        if read.error is not None:
+            raise read.error
+        if self.lanes.device.type == "cuda":
+            with self.lanes.on(self.lane):
+                read.batch = to_device(read.batch, self.lanes.device)
+            self.lanes.after("train", self.lanes.mark(self.lane))
+        return read
+
+    def learn(self, read: ReadBatch) -> None:
+        """Learn from the forward pass of a batch."""
+        self._served.learn(read.batch)
+
+    # ----------------------------------------------------------------------------------
 
     def admit(self) -> ReadBatch | None:
         """Return the next batch to plan; read on, so that the plan knows what it must."""
@@ -224,7 +251,9 @@ class Reader:
                 read.by_collection = [
                     (
                         collection,
-                        collection.pipeline.upload(planned, self._features(features, name)),
+                        collection.pipeline.upload(
+                            planned, self._features(features, name, read.batch)
+                        ),
                     )
                     for (collection, planned), name in zip(
                         read.by_collection, read.names, strict=True
@@ -287,7 +316,10 @@ class Reader:
         def planned_part(part: Any, first: int) -> PlannedBatches:
             ids = part if self._ids is None else self._ids(part)
             return [
-                (collection, collection.pipeline.part(planned, self._features(ids, name), first))
+                (
+                    collection,
+                    collection.pipeline.part(planned, self._features(ids, name, part), first),
+                )
                 for collection, planned, name in read.named()
             ]
 
@@ -305,7 +337,10 @@ class Reader:
             wait,
         )
 
-    def _features(self, features: Any, name: str) -> Any:
+    def _features(self, features: Any, name: str, batch: Any) -> Any:
+        """Return what a collection looks up, of what `ids=` has returned for a batch."""
+        if name in self._served:
+            return self._served.joined(name, batch)
         return features_of(features, name, self._collections)
 
     def skip(self, count: int) -> None:
@@ -393,12 +428,14 @@ class Reader:
         planned, names = [], []
         try:
             for name, collection in self._collections.items():
-                if collection.training:
-                    ids = self._features(features, name)
+                if self._served.is_learning or not collection.training:
+                    continue
+                ids = self._features(features, name, batch)
+                if ids is not None:
                     planned.append((collection, collection.pipeline.prepare(ids, held=True)))
                     names.append(name)
         except (TypeError, ValueError) as error:
-            if self._ids is not None or isinstance(error, BadId):
+            if self._ids is not None or self._served or isinstance(error, BadId):
                 raise
             raise type(error)(
                 f"{error} (the whole batch, a {type(batch).__name__}, was taken as ids; if they "
