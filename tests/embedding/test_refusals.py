@@ -163,7 +163,7 @@ MISTAKES: list[tuple[Any, str]] = [
     (lambda: build(budget=4000, seed="1"), "seed must be a whole number of at least 0, not '1'"),
     (lambda: ahead_of([]), "the loader yielded no batch"),
     (lambda: ahead_of(5), "loader must be iterable, got int"),
-    (lambda: ahead_of([], ids="x"), "ids must be a function of a batch, got str"),
+    (lambda: ahead_of([], ids="x"), "ids must be a function of a batch, or .* got str"),
     (lambda: ahead_of([IDS], depth=-1), "depth must be a whole number .* 'auto', not -1"),
     (lambda: ahead_of([IDS], depth=2.5), "depth must be a whole number .* 'auto', not 2.5"),
     (lambda: ahead_of([IDS], depth="many"), "depth must be a whole number .* 'auto', not 'many'"),

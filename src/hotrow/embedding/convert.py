@@ -9,8 +9,6 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -354,6 +352,9 @@ def _as_torch(optimizer: Optimizer, state: Mapping[str, Any], weight: Tensor) ->
 
 
 def _show(tables: Sequence[_Table]) -> None:
+    from rich.console import Console  # takes a tenth of a second
+    from rich.table import Table
+
     shown = Table(title="hotrow.convert", title_justify="left")
     for name in ("module", "rows", "dim", "size", "now"):
         shown.add_column(name, justify="left" if name in ("module", "now") else "right")

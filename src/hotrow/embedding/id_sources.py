@@ -18,6 +18,7 @@ from hotrow.inputs.calls import Call, JoinedCalls
 from hotrow.inputs.tree import all_tensors_in
 
 _MOST_COMPARED = 1 << 24  # elements, for columns side by side
+_MOST_COLUMNS = 256  # that are searched for one by one
 
 
 def same_memory(one: Tensor, other: Tensor) -> bool:
@@ -57,6 +58,20 @@ class Selection:
         if ids.dtype not in (torch.int64, torch.int32):
             ids = ids.long()
         return ids + self.shift if self.shift else ids
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Ids of which each column is a selection of its own, such as fields with a constant each."""
+
+    columns: tuple[Selection, ...]
+
+    def of(self, batch: Any) -> Tensor | None:
+        columns = [column.of(batch) for column in self.columns]
+        present = [column.reshape(-1) for column in columns if column is not None]
+        if len(present) < len(columns) or len({len(column) for column in present}) > 1:
+            return None
+        return torch.stack(present, 1)
 
 
 @dataclass(frozen=True)
@@ -216,8 +231,20 @@ def _found(ids: Tensor, tensors: Sequence[Tensor]) -> Iterator[Any]:
     if ids.numel() == 0:
         return
     yield from (x for place, tensor in usable for x in _positions(ids, place, tensor))
-    for place, tensor in usable:
-        yield from _by_value(ids, place, tensor, may_shift=True)
+    shifted = [x for place, tensor in usable for x in _by_value(ids, place, tensor, may_shift=True)]
+    if not shifted and ids.dim() == 2 and 1 < ids.shape[1] <= _MOST_COLUMNS:
+        yield from _column_by_column(ids, tensors)
+    yield from shifted
+
+
+def _column_by_column(ids: Tensor, tensors: Sequence[Tensor]) -> Iterator[Columns]:
+    """Yield the selections that the columns of ids are, if each of them is one."""
+    columns = [
+        [x for x in _found(ids[:, k], tensors) if isinstance(x, Selection)]
+        for k in range(ids.shape[1])
+    ]
+    if all(columns):
+        yield Columns(tuple([found[0] for found in columns]))
 
 
 def _is_view(selection: Selection, ids: Tensor, tensors: Sequence[Tensor]) -> bool:

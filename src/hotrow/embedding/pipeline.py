@@ -25,7 +25,6 @@ from hotrow.engine.stages import Stage
 from hotrow.engine.work import Work
 from hotrow.inputs.batch import (
     Batch,
-    Room,
     compared,
     elsewhere,
     identity,
@@ -35,6 +34,7 @@ from hotrow.inputs.batch import (
     weights_of,
 )
 from hotrow.inputs.calls import JoinedCalls
+from hotrow.inputs.room import Room
 from hotrow.support.messages import few, warn
 from hotrow.support.streams import capturing
 from hotrow.support.threads import TrainingThread

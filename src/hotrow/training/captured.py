@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from hotrow.embedding.in_models import collections_in
 from hotrow.embedding.reader import PlannedBatches
 from hotrow.engine.split_batch import Split
-from hotrow.inputs.batch import Room, parts_of
+from hotrow.inputs.batch import parts_of
+from hotrow.inputs.room import Room
 from hotrow.inputs.tree import only_tensors, only_tensors_in
 from hotrow.support.messages import warn
 from hotrow.support.streams import PRIORITIES, Lanes, Name, capture, is_spoiled
@@ -188,6 +189,8 @@ class CapturedStep:
             return None
         room: dict[int, int] = {}  # of tensors with an element per lookup
         jagged = [part for _, part in planned if part.batch.offsets is not None]
+        if any(part.batch.calls for part in jagged):
+            return None  # modules with bags, or called twice: their ids are joined at new places
         if not jagged:
             return InputForm(tensors, room, (), engines_of(planned))
         places = {id(tensor): place for place, tensor in enumerate(tensors)}
