@@ -43,7 +43,7 @@ class CallLookups:
         self._columns, self._leaves = features, leaves
         self._recorded: list[Call] = []  # calls of the first forward pass
         self._records, self._recorded_in = True, 0
-        self._changed = LateFlag(rows.device)
+        self._changed: LateFlag | None = None  # allocated with the first comparison
         self._checks, self._warned = 0, False
 
     # -- recording ---------------------------------------------------------------------
@@ -164,8 +164,13 @@ class CallLookups:
         self._checks += 1
         if self._checks <= _CHECKED_NOW and not capturing():
             return not bool(differs)
-        self._changed.add(differs)
+        self._note_changed(differs)
         return True
+
+    def _note_changed(self, differs: Tensor) -> None:
+        if self._changed is None:
+            self._changed = LateFlag(self._rows.device)
+        self._changed.add(differs)
 
     def _checked(self, planned: PlannedBatch) -> JoinedCalls:
         """Let a GPU compare ids with those that were planned; return the calls of a batch."""
@@ -178,12 +183,12 @@ class CallLookups:
                     work.batch = replace(work.batch, given=(again.values,))
                     work.group.planning.compare(work)
             else:
-                self._changed.add((again.values != planned.batch.values).any())
+                self._note_changed((again.values != planned.batch.values).any())
         return joined
 
     def refuse_changed(self, *, waits: bool = False) -> None:
         """Raise if a GPU has found ids, so far, that differ from those that were planned."""
-        if self._changed.is_set(waits=waits):
+        if self._changed is not None and self._changed.is_set(waits=waits):
             raise RuntimeError(
                 "the ids of a module in one of the last batches were not those that hotrow.ahead "
                 "planned, so its step looked up and updated other rows. Ids that a model computes "

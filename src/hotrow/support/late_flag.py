@@ -37,6 +37,8 @@ class LateFlag:
         if self._copied is not None and not self._copied.query():
             return False
         is_set = self._copied is not None and bool(self._here)
+        if is_set:
+            self.there.zero_()
         self._here.copy_(self.there, non_blocking=True)
         self._copied = torch.cuda.Event()
         self._copied.record()

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from hotrow.embedding.ahead import Ahead
 from hotrow.embedding.arguments import usable_device
 from hotrow.embedding.collection import EmbeddingBagCollection
-from hotrow.embedding.in_models import collections_in
+from hotrow.embedding.in_models import collections_in, module_tables_in
 from hotrow.inputs.tree import to_device
 from hotrow.support.clock import Clock, named
 from hotrow.support.records import EvalRecord, LateStepRecord, StepRecord
@@ -77,7 +77,7 @@ class Trainer(Generic[Batch]):
         loss_fn: Callable[[Tensor, Tensor], Tensor],
         *,
         dense_optimizer: torch.optim.Optimizer | None,
-        ids: Callable[[Batch], Any],
+        ids: Any = None,
         labels: Callable[[Batch], Tensor] = label_of,
         device: str | torch.device = "cpu",
         depth: int | str | None = None,
@@ -88,7 +88,7 @@ class Trainer(Generic[Batch]):
         clip_norm: float | None = None,
         system: System[Batch] | None = None,
     ) -> None:
-        """`clip_norm`: maximum gradient norm of the dense part. `system`: what orders, splits or
+        """`ids` are those of `hotrow.ahead`. `clip_norm`: maximum gradient norm of the dense part. `system`: what orders, splits or
         skips samples; None: batches are trained as they come."""
         check_optimizer(dense_optimizer, "dense_optimizer")
         self.model, self.dense_optimizer, self.ids = model, dense_optimizer, ids
@@ -124,6 +124,12 @@ class Trainer(Generic[Batch]):
                 f"not {system!r}; strategies such as 'lookahead' are a collection's"
             )
         if system is not None:
+            if module_tables_in(model):
+                raise ValueError(
+                    f"{type(system).__name__} reads the ids of samples from batches, which needs a "
+                    "collection in the model: hotrow.EmbeddingBagCollection instead of converted "
+                    "modules"
+                )
             system.attach(self)
 
     def run(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
