@@ -49,7 +49,8 @@ class Trace:
         lock: bool,
     ) -> None:
         table_of = range(len(rows)) if table_of is None else table_of
-        self.num_features, self.steps, self.hotness = len(table_of), steps, hotness
+        self.rows, self.num_features = tuple(rows), len(table_of)
+        self.steps, self.hotness = steps, hotness
         # Sample by sample where it can be a dense input, else feature by feature.
         shape = (batch, len(table_of)) if hotness == 1 else (len(table_of), batch * hotness)
         self._memory = HostMemory(8 * steps * batch * len(table_of) * hotness)

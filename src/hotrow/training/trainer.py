@@ -88,7 +88,8 @@ class Trainer(Generic[Batch]):
         clip_norm: float | None = None,
         system: System[Batch] | None = None,
     ) -> None:
-        """`ids` are those of `hotrow.ahead`. `clip_norm`: maximum gradient norm of the dense part. `system`: what orders, splits or
+        """`ids`: as of `hotrow.ahead`. `clip_norm`: maximum gradient norm of the dense part, and of
+        rows that an optimizer of torch steps. `system`: what orders, splits or
         skips samples; None: batches are trained as they come."""
         check_optimizer(dense_optimizer, "dense_optimizer")
         self.model, self.dense_optimizer, self.ids = model, dense_optimizer, ids
