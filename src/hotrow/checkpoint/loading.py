@@ -151,11 +151,11 @@ class Checkpoint:
 
     def load(self, model: nn.Module, parts: Mapping[str, Any], *, random: bool = True) -> None:
         self.check(model, parts)
-        with rows_apart(model):
+        with rows_apart(model), self._fitting():
             model.load_state_dict(self.dense)
-        with self._fitting():
             for name, part in parts.items():
                 load_part(part, self.state["parts"][name])
+        with self._fitting():
             for name, collection in collections_of(model).items():
                 collection.optimizer.load_settings_dict(self.state["rows"][name])
         self._load_rows(model)

@@ -36,7 +36,7 @@ from hotrow.checkpoint.manifest import (
     to_json,
     with_checksum,
 )
-from hotrow.checkpoint.parts import collections_of, dense_state, pack, tables_of
+from hotrow.checkpoint.parts import collections_of, dense_state, pack, rows_apart, tables_of
 from hotrow.checkpoint.tensors import (
     RowSource,
     ShardRows,
@@ -486,9 +486,11 @@ def _state(model: nn.Module, parts: dict[str, Any], extra: Any) -> dict[str, Any
                 "load_state_dict(); plain values go into extra="
             )
     rows = {name: each.optimizer.settings_dict() for name, each in collections_of(model).items()}
+    with rows_apart(model):  # torch's optimizers may have the state of rows
+        states = {name: part.state_dict() for name, part in parts.items()}
     return {
         "rows": rows,
-        "parts": {name: part.state_dict() for name, part in parts.items()},
+        "parts": states,
         "random": random_states(),
         "extra": extra,
     }
