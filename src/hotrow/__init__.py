@@ -17,6 +17,7 @@ from hotrow.embedding.embedded import Embedded
 from hotrow.engine.profile import load_profile, save_profile
 from hotrow.engine.strategy import STRATEGIES, Strategy
 from hotrow.inputs.batch import KeyedJaggedTensor
+from hotrow.inputs.jagged_tensor import JaggedTensor
 from hotrow.inputs.tables import Constant, EmbeddingBagConfig, EmbeddingConfig, Normal, Uniform
 from hotrow.kernels.rules import SGD, Adagrad, Adam, AdamW, RowWiseAdagrad
 from hotrow.store.budget import Budget, Share
@@ -46,6 +47,7 @@ __all__ = [
     "FAERecord",
     "GraphedStep",
     "Hotline",
+    "JaggedTensor",
     "KeyedJaggedTensor",
     "Normal",
     "RandomDrop",

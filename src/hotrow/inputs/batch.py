@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hotrow.inputs.jagged import KeyedJaggedTensor as KeyedJaggedTensor
-from hotrow.inputs.jagged import check_integers, refuse_repeated_keys
+from hotrow.inputs.jagged import refuse_repeated_keys
+from hotrow.inputs.jagged_tensor import check_integers
 from hotrow.inputs.tables import EmbeddingBagConfig, Feature, WidthGroup
 from hotrow.support.messages import few
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotrow.inputs.jagged import KeyedJaggedTensor
+from hotrow.inputs.jagged_tensor import Jagged
 
 
 def members(node: Any) -> Mapping[Any, Any] | None:
@@ -49,7 +49,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def _mapped(node: Any, change: Callable[[Any], Any], *, has_to: bool) -> Any:
     if isinstance(node, Tensor) or (has_to and hasattr(node, "to")):
         return change(node)
-    if isinstance(node, KeyedJaggedTensor):
+    if isinstance(node, Jagged):
         return node.map(change)
     parts = members(node)
     if parts is None:
@@ -81,7 +81,7 @@ def _collect(node: Any, tensors: list[Tensor]) -> bool:
     if isinstance(node, Tensor):
         tensors.append(node)
         return True
-    if isinstance(node, KeyedJaggedTensor):
+    if isinstance(node, Jagged):
         node.map(lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
         return True
     parts = members(node)
