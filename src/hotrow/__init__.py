@@ -14,6 +14,7 @@ from hotrow.checkpoint import (
 from hotrow.embedding.ahead import Ahead, ahead
 from hotrow.embedding.collection import EmbeddingBagCollection, EmbeddingCollection
 from hotrow.embedding.embedded import Embedded
+from hotrow.embedding.keyed_tensor import KeyedTensor
 from hotrow.engine.profile import load_profile, save_profile
 from hotrow.engine.strategy import STRATEGIES, Strategy
 from hotrow.inputs.batch import KeyedJaggedTensor
@@ -49,6 +50,7 @@ __all__ = [
     "Hotline",
     "JaggedTensor",
     "KeyedJaggedTensor",
+    "KeyedTensor",
     "Normal",
     "RandomDrop",
     "RowWiseAdagrad",

@@ -551,7 +551,10 @@ def test_a_bad_table_is_refused(settings: dict[str, Any], message: str) -> None:
             [Table("a", 4, 2, ["f"]), Table("a", 4, 3, ["g"])],
             "table 'a' is named twice; table names must be unique",
         ),
-        ([Table("a", 4, 2, ["f"]), Table("b", 4, 3, ["f"])], "feature 'f' is named twice"),
+        (
+            [Table("a", 4, 2, ["f", "f@b"]), Table("b", 4, 3, ["f"])],
+            "feature 'f@b' is named twice",
+        ),
         ([Table("a", 4, 2, ["f", "f"])], "feature 'f' is named twice"),
         ([], "a collection needs at least one table"),
     ],

@@ -24,7 +24,8 @@ from graph_replays import Replays, StandIn, without_gpu
 from hotrow.engine.evict import EVICTIONS
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.strategy import STRATEGIES, as_listed
-from hotrow.inputs.batch import Room, columns_of, fixed_outline, lookups_of, parse, weights_of
+from hotrow.inputs.batch import Room, fixed_outline, lookups_of, parse, weights_of
+from hotrow.inputs.spread import columns_of
 from hotrow.inputs.tables import group_by_width
 from hotrow.support.streams import lanes_of
 from hotrow.training.captured import GraphSettings

@@ -39,7 +39,7 @@ from hotrow.engine.rows import cpu_rows
 from hotrow.engine.strategy import STRATEGIES, Strategy, find_strategy
 from hotrow.inputs.batch import Batch, count_ids, lookups_of, parse, raw_weights, weights_of
 from hotrow.inputs.hotset import HotSet
-from hotrow.inputs.tables import EmbeddingBagConfig, feature_order
+from hotrow.inputs.tables import EmbeddingBagConfig, feature_order, outputs_of
 from hotrow.kernels.rules import SGD, RowRule
 from hotrow.store.budget import Budget
 from hotrow.store.traffic import Traffic
@@ -108,6 +108,7 @@ class EmbeddingBagCollection(nn.Module):
                 f"take 'hybrid', whose dense part is on {self.device}"
             )
         self.features = feature_order(self.tables)
+        self._outputs = outputs_of(self.tables)
         if profile is not None:
             check_profile(profile, self.tables)
         self._stand_ins = self._make_stand_ins() if update == "step" else None
@@ -230,8 +231,7 @@ class EmbeddingBagCollection(nn.Module):
             names = [feature.name for feature in group.layout.features]
             named.update(zip(names, parts, strict=True))
         whole = vectors[0][0] if len(vectors) == 1 else None
-        jagged = batch.offsets is not None and any(t.pooling == "none" for t in self.tables)
-        return Embedded(self.features, named, batch, whole, jagged=jagged)
+        return Embedded(self._outputs.names, named, batch, whole, outputs=self._outputs)
 
     def reserve(self, batch_size: int, lookups: Mapping[str, int] | None = None) -> None:
         """Announce batches of so many samples; `lookups` per sample of a feature, by default 1.

@@ -224,7 +224,7 @@ class Pipeline:
                 f"no feature {min(unknown)!r}; there are {few(map(repr, self._features))}"
             )
         groups = self._rows.groups
-        per_sample = [sum(counts[f.name] for f in group.layout.features) for group in groups]
+        per_sample = [sum(counts[key] for key in group.layout.keys) for group in groups]
         sizes = [batch_size * count for count in per_sample]
         with self._rows.lock.writing():
             self._rows.make_room(sizes)

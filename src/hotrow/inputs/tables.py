@@ -115,12 +115,13 @@ class EmbeddingConfig(EmbeddingBagConfig):
 
 @dataclass(frozen=True)
 class Feature:
-    """A column of ids: which table it reads, and where it stands in the collection."""
+    """A column of ids and a table that reads it."""
 
-    name: str
+    name: str  # of its vectors: `key`, or "key@table" if several tables read the column
     table: int  # position among the tables of its width group
-    column: int  # position among all features of the collection
+    column: int  # position among all columns of the collection
     pooling: str
+    key: str  # of its ids
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ class WidthGroup:
     features: tuple[Feature, ...]
     bases: tuple[int, ...] = field(init=False)  # first id of each table
     num_rows: int = field(init=False)
+    keys: tuple[str, ...] = field(init=False)  # of each feature's ids
     # What `feature_numbers` has built so far.
     _numbers: dict[torch.device, FeatureNumbers] = field(
         init=False, repr=False, compare=False, default_factory=dict
@@ -155,6 +157,7 @@ class WidthGroup:
             total += table.num_embeddings
         object.__setattr__(self, "bases", tuple(bases))
         object.__setattr__(self, "num_rows", total)
+        object.__setattr__(self, "keys", tuple(feature.key for feature in self.features))
 
     def feature_numbers(self, device: torch.device) -> FeatureNumbers:
         """Return numbers of each feature as tensors on a device. They are built once."""
@@ -203,25 +206,72 @@ class WidthGroup:
 def group_by_width(tables: Sequence[EmbeddingBagConfig]) -> list[WidthGroup]:
     """Group tables by width, in the order they were given."""
     _refuse_repeats("table", [table.name for table in tables])
-    _refuse_repeats("feature", [name for table in tables for name in table.feature_names])
-    columns = {name: i for i, name in enumerate(feature_order(tables))}
+    for table in tables:
+        _refuse_repeats("feature", table.feature_names)
+    columns = {key: i for i, key in enumerate(feature_order(tables))}
+    names = output_names(tables)
     groups = []
     for dim in dict.fromkeys(table.embedding_dim for table in tables):
         members = tuple(table for table in tables if table.embedding_dim == dim)
         features = tuple(
-            Feature(name, position, columns[name], table.pooling)
+            Feature(names[table.name, key], position, columns[key], table.pooling, key)
             for position, table in enumerate(members)
-            for name in table.feature_names
+            for key in table.feature_names
         )
         groups.append(WidthGroup(dim, members, features))
     return groups
 
 
 def feature_order(tables: Sequence[EmbeddingBagConfig]) -> tuple[str, ...]:
-    """Return the order of columns in a dense input and of vectors in the output."""
+    """Return the order of columns in a dense input: a feature of several tables has one."""
     if not tables:
         raise ValueError("a collection needs at least one table")
-    return tuple(name for table in tables for name in table.feature_names)
+    return tuple(dict.fromkeys(key for table in tables for key in table.feature_names))
+
+
+def output_names(tables: Sequence[EmbeddingBagConfig]) -> dict[tuple[str, str], str]:
+    """Return the names of vectors in their order, by table and feature.
+
+    They are the features' own, or as in TorchRec "feature@table" where several tables read it.
+    """
+    every = [key for table in tables for key in table.feature_names]
+    names = {
+        (table.name, key): key if every.count(key) == 1 else f"{key}@{table.name}"
+        for table in tables
+        for key in table.feature_names
+    }
+    _refuse_repeats("feature", list(names.values()))
+    return names
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The vectors that a lookup returns."""
+
+    names: tuple[str, ...]
+    keys: dict[str, str]  # by name: the feature whose ids were looked up
+    unpooled: frozenset[str]  # names with one vector per lookup
+
+
+def outputs_of(tables: Sequence[EmbeddingBagConfig]) -> Outputs:
+    names = output_names(tables)
+    unpooled = {table.name for table in tables if table.pooling == "none"}
+    return Outputs(
+        tuple(names.values()),
+        {name: key for (_, key), name in names.items()},
+        frozenset(name for (table, _), name in names.items() if table in unpooled),
+    )
+
+
+def refuse_shared_features(tables: Sequence[EmbeddingBagConfig], what: str) -> None:
+    """Raise if a feature feeds several tables."""
+    for table, key in output_names(tables):
+        readers = [other.name for other in tables if key in other.feature_names]
+        if len(readers) > 1:
+            raise ValueError(
+                f"{what} need features of one table each, and {key!r} feeds {', '.join(readers)}; "
+                f"give table {table!r} a feature of its own with the same ids"
+            )
 
 
 def _refuse_repeats(kind: str, names: Sequence[str]) -> None:
