@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -277,3 +279,131 @@ def test_systems_that_pick_samples_refuse_shared_features() -> None:
     parsed = hotrow.inputs.batch.parse(torch.ones(2, 3).long(), ("f", "g", "h"), None)  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="features of one table each, and 'f' feeds wide, same"):
         places.of(parsed)
+
+
+# -- weights -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("mode", ["training", "evaluation"])
+def test_weights_are_needed_used_or_ignored(mode: str, ahead: bool) -> None:
+    weights = torch.rand(8)
+
+    def look(kjt: KeyedJaggedTensor, **options: Any) -> Tensor:
+        embedding = bags(TABLES, **options).train(mode == "training")
+        (taken,) = list(hotrow.ahead([kjt], embedding)) if ahead else [kjt]
+        return embedding(taken).values().detach()
+
+    plain, weighted = look(batch()), look(batch(weights))
+    assert not torch.equal(plain, weighted)
+    assert torch.equal(look(batch(weights), is_weighted=True), weighted)
+    assert torch.equal(look(batch(weights), is_weighted=False), plain)
+    assert torch.equal(look(batch(), is_weighted=False), plain)
+    with pytest.raises(ValueError, match="is_weighted=True and the batch has no weights; give"):
+        look(batch(), is_weighted=True)
+
+
+def test_ignored_weights_may_be_of_any_pooling_and_get_no_gradient() -> None:
+    tables = [Table("t1", 10, 3, ["f1"], pooling="mean"), TABLES[1]]
+    weights = torch.rand(8, requires_grad=True)
+    with pytest.raises(ValueError, match="pooling='mean'; per-sample weights work with"):
+        bags(tables)(batch(weights))
+    bags(tables, is_weighted=False)(batch(weights)).values().sum().backward()
+    assert weights.grad is None
+
+
+def test_a_collection_tells_what_torchrecs_tell() -> None:
+    embedding = bags(SHARED, is_weighted=True)
+    assert embedding.is_weighted()
+    assert not bags(SHARED).is_weighted()
+    assert embedding.embedding_bag_configs() == embedding.embedding_configs() == SHARED
+    assert embedding.embedding_names_by_table() == [
+        ["f@wide", "g@wide"], ["f@same"], ["g@thin", "h"]
+    ]  # fmt: skip
+
+
+# -- how rows start ----------------------------------------------------------------------
+
+
+def started(rows: int = 3000, dim: int = 512, *, name: str = "t", **fields: Any) -> Tensor:
+    options = {key: fields.pop(key) for key in ("strategy", "budget", "seed") if key in fields}
+    embedding = bags([Table(name, rows, dim, ["f"], **fields)], **options)
+    return weight_of(embedding, name)
+
+
+def test_init_fn_fills_chunks_of_rows_under_the_collections_seed() -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def fill(chunk: Tensor) -> None:
+        assert (chunk.device.type, chunk.dtype) == ("cpu", torch.float32)
+        shapes.append(tuple(chunk.shape))
+        nn.init.normal_(chunk, mean=2.0, std=0.5)
+
+    before = torch.get_rng_state()
+    rows = started(init_fn=fill)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert sorted(shapes) == [(952, 512), (2048, 512)]
+    assert abs(float(rows.mean()) - 2) < 0.01
+    assert abs(float(rows.std()) - 0.5) < 0.01
+    assert not torch.equal(rows[:952], rows[2048:])  # chunks differ
+    for same in ({"strategy": "cpu"}, {"strategy": "lookahead", "budget": "50%"}):
+        assert torch.equal(started(init_fn=fill, **same), rows)
+    assert torch.equal(started(rows=2048, init_fn=fill), rows[:2048])
+    assert not torch.equal(started(init_fn=fill, seed=1), rows)
+    assert not torch.equal(started(init_fn=fill, name="u"), rows)
+
+
+def test_rows_that_init_fn_starts_do_not_depend_on_the_optimizers_state() -> None:
+    table = Table("t", 3000, 512, ["f"], init_fn=nn.init.normal_, padding_idx=7)
+    made = [
+        weight_of(hotrow.EmbeddingBagCollection([table], rule, strategy="all-fast", seed=0), "t")
+        for rule in (hotrow.SGD(lr=0.1), hotrow.Adam(lr=0.1))
+    ]
+    assert torch.equal(*made)
+    assert not made[0][7].any()
+
+
+def test_an_init_fn_that_leaves_numbers_or_needs_the_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="table 't': init_fn left numbers of its chunk unset"):
+        started(init_fn=lambda chunk: torch.ones_like(chunk))
+    small = started(rows=20, dim=4, init_fn=nn.init.xavier_uniform_)
+    assert 0.3 < float(small.abs().max()) <= (6 / 24) ** 0.5
+    fan_out = functools.partial(nn.init.kaiming_uniform_, mode="fan_out")
+    for needs_all in (nn.init.xavier_uniform_, functools.partial(nn.init.orthogonal_), fan_out):
+        with pytest.raises(ValueError, match="depends on the number of rows, and init_fn gets ch"):
+            started(init_fn=needs_all)
+    assert started(init_fn=nn.init.kaiming_uniform_).std() > 0
+
+
+def test_the_bounds_of_a_start_can_be_given() -> None:
+    both = started(weight_init_min=0.25, weight_init_max=0.5)
+    assert 0.25 <= float(both.min()) < 0.26 < 0.49 < float(both.max()) <= 0.5
+    above = started(weight_init_max=0.5)
+    assert -(3000**-0.5) <= float(above.min()) < -0.018
+    assert 0.49 < float(above.max()) <= 0.5
+
+
+class DataType(enum.Enum):
+    """As TorchRec writes it."""
+
+    FP32 = "FP32"
+    FP16 = "FP16"
+
+
+def test_fields_that_do_not_go_together_are_refused() -> None:
+    uniform = hotrow.Uniform(0.0, 1.0)
+    for fields in (
+        {"init": uniform, "init_fn": nn.init.normal_},
+        {"init": uniform, "weight_init_min": 0.0},
+        {"init_fn": nn.init.normal_, "weight_init_max": 1.0},
+    ):
+        with pytest.raises(ValueError, match="table 't': give one of init, init_fn, and weight_in"):
+            Table("t", 10, 4, ["f"], **fields)
+    with pytest.raises(TypeError, match="table 't': init_fn must be a function, not 'normal'"):
+        Table("t", 10, 4, ["f"], init_fn="normal")  # type: ignore[arg-type]
+    assert Table("t", 10, 4, ["f"], data_type=DataType.FP32) == Table("t", 10, 4, ["f"])
+    for kind in (DataType.FP16, torch.bfloat16):
+        with pytest.raises(ValueError, match="table 't': rows are float32; data_type='"):
+            Table("t", 10, 4, ["f"], data_type=kind)
+    with pytest.raises(TypeError, match=r"must be text, not 10; .* TorchRec has them in another"):
+        Table(10, 4, "t", ["f"])  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from torch import Tensor
 from hotrow.embedding.arguments import refuse_replicas
 from hotrow.embedding.row_groups import RowGroups
 from hotrow.embedding.step import PendingStep
+from hotrow.embedding.torch_surface import weights_count
 from hotrow.engine.schedule import at_once
 from hotrow.engine.stages import Stage
 from hotrow.engine.work import Work
@@ -30,7 +31,6 @@ from hotrow.inputs.batch import (
     elsewhere,
     identity,
     parse,
-    raw_weights,
     versions_of,
     weights_of,
 )
@@ -96,6 +96,7 @@ class Pipeline:
         self._buffers: dict[Any, Tensor] = {}
         self._jagged_buffer: Tensor | None = None
         self._room = Room()
+        self.is_weighted: bool | None = None  # None: weights are used where a batch has them
         self.iterator: Callable[[], Any] | None = None  # a weak reference to the running one
         self._warned = False
 
@@ -115,7 +116,7 @@ class Pipeline:
         if held:
             batch = replace(batch, given=tensors)
         works = tuple(group.planning.work(group, batch) for group in rows.groups)
-        if raw_weights(features) is not None:
+        if weights_count(self.is_weighted, features):
             for work in works:
                 weights_of(features, work.lookups, work.group.layout)  # raises if they do not fit
         copies = first.copies_to_compare(tensors) if held else ()
