@@ -15,10 +15,12 @@ from hotrow.embedding.ahead import Ahead, ahead
 from hotrow.embedding.collection import EmbeddingBagCollection, EmbeddingCollection
 from hotrow.embedding.convert import convert, revert
 from hotrow.embedding.embedded import Embedded
+from hotrow.embedding.keyed_tensor import KeyedTensor
 from hotrow.embedding.table_modules import Embedding, EmbeddingBag
 from hotrow.engine.profile import load_profile, save_profile
 from hotrow.engine.strategy import STRATEGIES, Strategy
 from hotrow.inputs.batch import KeyedJaggedTensor
+from hotrow.inputs.jagged_tensor import JaggedTensor
 from hotrow.inputs.tables import Constant, EmbeddingBagConfig, EmbeddingConfig, Normal, Uniform
 from hotrow.kernels.rules import SGD, Adagrad, Adam, AdamW, RowWiseAdagrad
 from hotrow.store.budget import Budget, Share
@@ -50,7 +52,9 @@ __all__ = [
     "FAERecord",
     "GraphedStep",
     "Hotline",
+    "JaggedTensor",
     "KeyedJaggedTensor",
+    "KeyedTensor",
     "Normal",
     "RandomDrop",
     "RowWiseAdagrad",

@@ -23,10 +23,12 @@ from builders import RULES, Outcome, outcome, readout, skewed
 from graph_replays import Replays, StandIn, without_gpu
 from hotrow.engine.evict import EVICTIONS
 from hotrow.engine.gpu.rows import gpu_rows
+from hotrow.engine.rows import cpu_rows
 from hotrow.engine.strategy import STRATEGIES, as_listed
-from hotrow.inputs.batch import columns_of, fixed_outline, lookups_of, parse, weights_of
+from hotrow.inputs.batch import fixed_outline, lookups_of, parse, weights_of
 from hotrow.inputs.room import Room
-from hotrow.inputs.tables import group_by_width
+from hotrow.inputs.spread import columns_of
+from hotrow.inputs.tables import feature_order, group_by_width
 from hotrow.support.streams import lanes_of
 from hotrow.training.captured import GraphSettings
 from hotrow.training.graphed import GraphedStep
@@ -38,6 +40,11 @@ TABLES = {
     "sum": [Table("a", 80, 5, ["f"]), Table("b", 30, 5, ["g"])],
     "mean": [Table("a", 80, 4, ["f"], pooling="mean", padding_idx=3), Table("b", 30, 4, ["g"])],
     "two-widths": [Table("a", 60, 4, ["f", "h"]), Table("b", 50, 6, ["g"])],
+    "shared": [
+        Table("a", 80, 4, ["f", "g"]),
+        Table("b", 60, 4, ["f"], padding_idx=3),
+        Table("c", 50, 3, ["g", "h"]),
+    ],
     "unpooled": [Table("a", 60, 4, ["f"], pooling="none"), Table("b", 50, 4, ["g"])],
 }
 
@@ -215,11 +222,11 @@ def test_room_that_is_fixed_does_not_grow() -> None:
     assert [room(60), room(64), room(65), room(40)] == [64, 64, 72, 64]
 
 
-@pytest.mark.parametrize("name", ["sum", "mean", "two-widths"])
+@pytest.mark.parametrize("name", ["sum", "mean", "two-widths", "shared"])
 def test_the_outline_of_fixed_size_says_the_same_of_the_lookups_there_are(name: str) -> None:
     for batch in batches_of(name, 6, weighted=name != "mean"):
         features = batch["ids"]
-        columns = tuple(f for table in TABLES[name] for f in table.feature_names)
+        columns = feature_order(TABLES[name])
         for layout in group_by_width(TABLES[name]):
             parsed = parse(features, columns, CPU)
             right = lookups_of(parsed, layout)
@@ -253,7 +260,8 @@ def test_the_outline_of_fixed_size_says_the_same_of_the_lookups_there_are(name: 
             assert longer.grad is not None
             assert exact.grad is not None
             assert longer.grad.shape == (room,)
-            assert torch.equal(longer.grad[: exact.numel()], exact.grad)
+            torch.testing.assert_close(longer.grad[: exact.numel()], exact.grad)
+            assert name == "shared" or torch.equal(longer.grad[: exact.numel()], exact.grad)
             assert not longer.grad[exact.numel() :].any()
 
 
@@ -284,6 +292,20 @@ def test_padding_gives_the_bits_of_none(
     assert traffic.lookups == sum(
         int((batch["ids"].values() >= 0).sum()) for batch in batches
     ) - padding_in(name, batches)
+
+
+@without_gpu
+@pytest.mark.parametrize("weighted", [True, False])
+def test_features_of_several_tables_are_captured(weighted: bool, seen: Replays) -> None:
+    seen.tables = ("a", "b", "c")
+    batches = batches_of("shared", 12, weighted=weighted)
+    found = run(make("shared", "adagrad", "lookahead", slots=60), batches, seen)
+    assert found.same_bits(eager("shared", "adagrad", 12, weighted=weighted))
+    assert seen.replays > 0
+    assert seen.strange > 0
+    on_cpu = run(make("shared", "adagrad", engine=cpu_rows), batches)
+    for name, weight in on_cpu.weights.items():
+        torch.testing.assert_close(found.weights[name], weight)
 
 
 def padding_in(name: str, batches: list[Any]) -> int:

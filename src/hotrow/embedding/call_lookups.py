@@ -96,7 +96,7 @@ class CallLookups:
         """Look up all calls of a batch; return vectors by the number of a call."""
         parts: dict[int, Tensor] = {}
         for work in planned.works:
-            names = tuple(feature.name for feature in work.group.layout.features)
+            names = tuple(feature.key for feature in work.group.layout.features)
             numbers = [k for k, call in enumerate(joined.calls) if call.table in names]
             if not numbers:
                 continue

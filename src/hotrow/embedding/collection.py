@@ -35,12 +35,19 @@ from hotrow.embedding.row_groups import Engine, Group, build_rows, engine_for
 from hotrow.embedding.stand_ins import StandIns
 from hotrow.embedding.step import Lookup, PendingStep, by_feature
 from hotrow.embedding.torch_steps import TorchSteps
+from hotrow.embedding.torch_surface import (
+    TorchSurface,
+    outside_graphs,
+    refuse_replaced_gradients,
+    refuse_transforms,
+    weights_count,
+)
 from hotrow.engine.profile import Profile, check_profile
 from hotrow.engine.rows import cpu_rows
 from hotrow.engine.strategy import STRATEGIES, Strategy, find_strategy
-from hotrow.inputs.batch import Batch, count_ids, lookups_of, parse, raw_weights, weights_of
+from hotrow.inputs.batch import Batch, count_ids, lookups_of, parse, weights_of
 from hotrow.inputs.hotset import HotSet
-from hotrow.inputs.tables import EmbeddingBagConfig, feature_order
+from hotrow.inputs.tables import EmbeddingBagConfig, feature_order, outputs_of
 from hotrow.kernels.rules import SGD, RowRule
 from hotrow.store.budget import Budget
 from hotrow.store.traffic import Traffic
@@ -51,7 +58,7 @@ from hotrow.support.threads import RowLock, TrainingThread
 _UPDATES = "row_updates"  # in a state dict's metadata: the number of updates so far
 
 
-class EmbeddingBagCollection(nn.Module):
+class EmbeddingBagCollection(TorchSurface):
     """Embedding tables larger than fast memory, trained with `budget` bytes of it.
 
     `budget` is "4GiB", "512MB", a number of bytes, or "10%" of the rows with their optimizer
@@ -72,6 +79,9 @@ class EmbeddingBagCollection(nn.Module):
     stand-in for each table, so give those to the optimizer. `optimizer` may then be None: rows
     take the rule of the torch optimizer. With `idle="frozen"` rows that no batch has looked up
     rest where torch would move them (Adam, weight decay).
+
+    Per-sample weights are used where a batch has them. With `is_weighted=True` every batch must
+    have them; with `is_weighted=False` they are ignored, as TorchRec does.
     """
 
     _prefix = "embedding_bags"
@@ -91,6 +101,7 @@ class EmbeddingBagCollection(nn.Module):
         on_nonfinite: str = "propagate",
         output_dtype: torch.dtype = torch.float32,
         fill: str = "auto",
+        is_weighted: bool | None = None,
         engine: Engine | None = None,
         stand_ins: StandIns | None = None,
         expected_rule: RowRule | None = None,
@@ -105,6 +116,7 @@ class EmbeddingBagCollection(nn.Module):
         self.seed = drawn_seed() if seed is None else plain(seed)
         check_arguments(self.seed, optimizer, on_nonfinite, output_dtype, fill, update, idle)
         self.tables, self.update = listed_tables(tables), update
+        self._is_weighted = is_weighted
         chosen = find_strategy(strategy)
         if chosen.on_cpu_alone and self.device.type != "cpu":
             raise ValueError(
@@ -112,6 +124,7 @@ class EmbeddingBagCollection(nn.Module):
                 f"take 'hybrid', whose dense part is on {self.device}"
             )
         self.features = feature_order(self.tables)
+        self._outputs = outputs_of(self.tables)
         if profile is not None:
             check_profile(profile, self.tables)
         self._stand_ins = None
@@ -137,6 +150,7 @@ class EmbeddingBagCollection(nn.Module):
         )  # fmt: skip
         self._step = PendingStep(self._rows, on_nonfinite, self._thread)
         self.pipeline = Pipeline(self._rows, self._step, self._thread, self.features)
+        self.pipeline.is_weighted = is_weighted
         self.row_access = RowAccess(self._rows, self.pipeline)
         self.pins = Pins(self._rows, self.pipeline)
         self.optimizer.belongs_to(self.row_access)
@@ -187,17 +201,22 @@ class EmbeddingBagCollection(nn.Module):
 
     def forward(self, features: Any) -> Embedded:
         """Look up a batch; in training mode `backward()` will update its rows."""
-        if not (self.training and torch.is_grad_enabled()):
+        trains = self.training and torch.is_grad_enabled()
+        refuse_transforms(features, trains=trains)
+        if not trains:
             return self._evaluate(features)
         self.pipeline.finish_abandoned()
         self._thread.look_up()
         self._evaluations.end()
         if self._stand_ins is not None:
+            refuse_replaced_gradients()
             self._stand_ins.refuse_other_values()
-        planned = self.pipeline.find_or_plan(features)
-        vectors = []
+        planned, vectors = self.pipeline.find_or_plan(features), []
+        is_weighted = weights_count(self._is_weighted, features)
         for work in planned.works:
-            weights = weights_of(features, work.lookups, work.group.layout)
+            weights = None
+            if is_weighted:
+                weights = weights_of(features, work.lookups, work.group.layout)
             leaves = self._leaves(work.group)
             vectors.append(Lookup.apply(weights, work, self._step, *leaves))  # type: ignore[no-untyped-call]
         return self._embedded(planned.batch, vectors)
@@ -212,7 +231,7 @@ class EmbeddingBagCollection(nn.Module):
             batch = parse(features, self.features, self.device)
             layouts = [group.layout for group in self.groups]
             lookups = [lookups_of(batch, layout) for layout in layouts]
-            if raw_weights(features) is not None:
+            if weights_count(self._is_weighted, features):
                 lookups = [
                     replace(x, weights=weights_of(features, x, layout))
                     for layout, x in zip(layouts, lookups, strict=True)
@@ -228,8 +247,7 @@ class EmbeddingBagCollection(nn.Module):
             names = [feature.name for feature in group.layout.features]
             named.update(zip(names, parts, strict=True))
         whole = vectors[0][0] if len(vectors) == 1 else None
-        jagged = batch.offsets is not None and any(t.pooling == "none" for t in self.tables)
-        return Embedded(self.features, named, batch, whole, jagged=jagged)
+        return Embedded(self._outputs.names, named, batch, whole, outputs=self._outputs)
 
     def reserve(self, batch_size: int, lookups: Mapping[str, int] | None = None) -> None:
         """Announce batches of so many samples; `lookups` per sample of a feature, by default 1.
@@ -519,7 +537,7 @@ def _hear_of_freezing() -> None:
 @cache
 def _leave_out_of_graphs() -> None:
     """torch.compile runs lookups as they are. Not at import: it would double the time of that."""
-    untraced = torch.compiler.disable(EmbeddingBagCollection.forward)
+    untraced = outside_graphs(EmbeddingBagCollection.forward)
     EmbeddingBagCollection.forward = untraced  # type: ignore[method-assign]
     # What torch imports here leaves a cycle of frames, up to the caller who builds the first
     # collection. It would keep that collection and its rows until the next garbage collection.

@@ -20,6 +20,7 @@ from torch import Tensor
 from hotrow.embedding.arguments import refuse_replicas
 from hotrow.embedding.row_groups import Group, RowGroups
 from hotrow.embedding.step import PendingStep
+from hotrow.embedding.torch_surface import weights_count
 from hotrow.engine.schedule import at_once
 from hotrow.engine.stages import Stage
 from hotrow.engine.work import Work
@@ -29,7 +30,6 @@ from hotrow.inputs.batch import (
     elsewhere,
     identity,
     parse,
-    raw_weights,
     versions_of,
     weights_of,
 )
@@ -101,6 +101,7 @@ class Pipeline:
         self._buffers: dict[Any, Tensor] = {}
         self._jagged_buffer: Tensor | None = None
         self._room = Room()
+        self.is_weighted: bool | None = None  # None: weights are used where a batch has them
         self.iterator: Callable[[], Any] | None = None  # a weak reference to the running one
         self._warned = False
 
@@ -129,7 +130,7 @@ class Pipeline:
         if held and not is_joined:
             batch = replace(batch, given=tensors)
         works = tuple(group.planning.work(group, batch) for group in groups)
-        if raw_weights(features) is not None:
+        if weights_count(self.is_weighted, features):
             for work in works:
                 weights_of(features, work.lookups, work.group.layout)  # raises if they do not fit
         copies = first.copies_to_compare(tensors) if held and not is_joined else ()
@@ -250,7 +251,7 @@ class Pipeline:
                 f"no feature {min(unknown)!r}; there are {few(map(repr, self._features))}"
             )
         groups = self._rows.groups
-        per_sample = [sum(counts[f.name] for f in group.layout.features) for group in groups]
+        per_sample = [sum(counts[key] for key in group.layout.keys) for group in groups]
         sizes = [batch_size * count for count in per_sample]
         with self._rows.lock.writing():
             self._rows.make_room(sizes)

@@ -14,7 +14,7 @@ from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.embedding.module_tables import ModuleTables
 from hotrow.embedding.whole_table import Source, WholeTable
 from hotrow.inputs.calls import Call
-from hotrow.inputs.jagged import check_integers
+from hotrow.inputs.jagged_tensor import check_integers
 from hotrow.inputs.tables import EmbeddingBagConfig, Init, Normal
 
 _POOLINGS = {"sum": "sum", "mean": "mean", "max": "sum"}  # of tables, by a module's mode

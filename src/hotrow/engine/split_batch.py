@@ -64,7 +64,7 @@ def place_of(whole: Batch, part: Batch, first: int, group: WidthGroup) -> Place:
     size, end = whole.num_samples, first + part.num_samples
     edges = [
         whole.offsets[[key * size + first, key * size + end]].tolist()
-        for key in (whole.keys.index(feature.name) for feature in group.features)
+        for key in (whole.keys.index(feature.key) for feature in group.features)
     ]
     lookups, bags, lookups_before, bags_before = [], [], 0, 0
     mine = zip(group.features, spans_of(whole, group), edges, strict=True)

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hotrow.inputs.jagged import KeyedJaggedTensor as KeyedJaggedTensor
-from hotrow.inputs.jagged import check_integers, refuse_repeated_keys
+from hotrow.inputs.jagged import refuse_repeated_keys
+from hotrow.inputs.jagged_tensor import check_integers
+from hotrow.inputs.spread import Columns, Spread
 from hotrow.inputs.tables import EmbeddingBagConfig, Feature, WidthGroup
 from hotrow.support.messages import few
 
@@ -50,71 +51,6 @@ class Batch:
         """Return the batch on a device."""
         offsets = None if self.offsets is None else self.offsets.to(device)
         return replace(self, values=self.values.to(device), offsets=offsets)
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Which of a batch's keys are a group's features, on the device."""
-
-    places: Tensor  # [F] int64: place of each feature among the keys
-    ranks: Tensor  # [keys] int64: place of each key among the group's features; -1: none
-    is_all: bool  # the group has all keys, in the same order
-
-
-def columns_of(keys: tuple[str, ...], group: WidthGroup, device: torch.device) -> Columns:
-    names = tuple(feature.name for feature in group.features)
-    places = torch.tensor([keys.index(name) for name in names], device=device)
-    ranks = [names.index(key) if key in names else -1 for key in keys]
-    return Columns(places, torch.tensor(ranks, device=device), names == keys)
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Where a group's lookups are among the user's values; only the device knows it."""
-
-    edges: Tensor  # [keys + 1] int64: where each key's values begin
-    starts: Tensor  # [F] int64: where each feature's lookups begin in the group
-    ends: Tensor  # [F] int64
-    columns: Columns
-
-    def take(self, weights: Tensor, size: int) -> Tensor:
-        """Return the weights of the group's lookups, [size]; differentiable."""
-        place = torch.arange(size, device=weights.device)
-        rank = torch.searchsorted(self.ends, place, right=True)
-        is_real, rank = rank < self.ends.numel(), rank.clamp_(max=self.ends.numel() - 1)
-        firsts = self.edges.index_select(0, self.columns.places)
-        source = place + (firsts - self.starts).index_select(0, rank)
-        source = source.masked_fill_(~is_real, -1)
-
-        value = torch.arange(weights.numel(), device=weights.device)
-        key = torch.searchsorted(self.edges[1:].contiguous(), value, right=True)
-        is_real, key = key < len(self.columns.ranks), key.clamp_(max=len(self.columns.ranks) - 1)
-        rank = self.columns.ranks.index_select(0, key)
-        is_real, rank = is_real & (rank >= 0), rank.clamp_(min=0)
-        back = value - self.edges.index_select(0, key) + self.starts.index_select(0, rank)
-        back = back.masked_fill_(~is_real, -1)
-        taken: Tensor = _Rearranged.apply(weights, source, back)  # type: ignore[no-untyped-call]
-        return taken
-
-
-class _Rearranged(torch.autograd.Function):
-    """Takes values at some places, zero at -1. Each value is taken at most once, so the backward
-    pass takes as well, and adds nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, source: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return _taken(values, source)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
-        (back,) = ctx.saved_tensors
-        return _taken(grads, back), None, None
-
-
-def _taken(values: Tensor, place: Tensor) -> Tensor:
-    return values.index_select(0, place.clamp(min=0)).masked_fill_(place < 0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -367,7 +303,7 @@ def _dense_lookups(batch: Batch, group: WidthGroup) -> Lookups:
 
 def _dense_values(batch: Batch, group: WidthGroup) -> Tensor:
     """Return the indices of a group's features, [batch, features]."""
-    if len(group.features) == len(batch.keys):
+    if group.keys == batch.keys:
         return batch.values
     return batch.values.index_select(1, group.feature_numbers(batch.values.device).column)
 
@@ -377,7 +313,7 @@ def _raise_first_bad_id(batch: Batch, group: WidthGroup) -> None:
     is_bad = values.clamp(numbers.first, numbers.last) != values
     sample, column = divmod(int(is_bad.flatten().int().argmax()), values.shape[1])
     feature, value = group.features[column], int(values[sample, column])
-    _raise_bad_id(feature.name, f"sample {sample}", value, group.tables[feature.table])
+    _raise_bad_id(feature.key, f"sample {sample}", value, group.tables[feature.table])
 
 
 def _jagged_lookups(batch: Batch, group: WidthGroup) -> Lookups:
@@ -396,7 +332,7 @@ def _jagged_lookups(batch: Batch, group: WidthGroup) -> Lookups:
 
 def spans_of(batch: Batch, group: WidthGroup) -> tuple[tuple[int, int], ...]:
     """Return where the indices of each of a group's features are in a jagged batch's values."""
-    places = [batch.keys.index(feature.name) for feature in group.features]
+    places = [batch.keys.index(feature.key) for feature in group.features]
     return tuple((batch.ends[place], batch.ends[place + 1]) for place in places)
 
 
@@ -412,9 +348,9 @@ def outline_of(batch: Batch, group: WidthGroup) -> Lookups:
         if feature.pooling == "none":
             lengths.append(batch.offsets.new_ones(high - low))
         else:
-            of_key = batch.bags_of(feature.name)
+            of_key = batch.bags_of(feature.key)
             lengths.append(batch.offsets[of_key.start : of_key.stop + 1].diff())
-    calls = batch.calls and [batch.calls[batch.keys.index(x.name)] for x in group.features]
+    calls = batch.calls and [batch.calls[batch.keys.index(x.key)] for x in group.features]
     return Lookups(
         ids=nothing,
         offsets=torch.nn.functional.pad(torch.cat(lengths).cumsum(0), (1, 0)),
@@ -490,7 +426,7 @@ def weights_of(features: Any, x: Lookups, group: WidthGroup) -> Tensor | None:
     for feature in group.features:
         if feature.pooling != "sum":
             raise ValueError(
-                f"feature {feature.name!r} has pooling={feature.pooling!r}; per-sample weights "
+                f"feature {feature.key!r} has pooling={feature.pooling!r}; per-sample weights "
                 "work with pooling='sum' only, as in torch.nn.EmbeddingBag"
             )
     if x.size is not None:
@@ -580,11 +516,11 @@ def _checked(
     if not torch.equal(inside, ids):
         place = int((inside != ids).int().argmax())
         assert batch.offsets is not None
-        starts = batch.offsets[batch.bags_of(feature.name)]
+        starts = batch.offsets[batch.bags_of(feature.key)]
         # The last sample that begins there or before: an empty one begins where the next does.
         sample = int((starts <= low + place).sum()) - 1
         where = f"position {low + place}, sample {sample}"
-        _raise_bad_id(feature.name, where, int(ids[place]), table)
+        _raise_bad_id(feature.key, where, int(ids[place]), table)
     return ids
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hotrow.inputs.batch import Batch, lookups_of
-from hotrow.inputs.tables import EmbeddingBagConfig, group_by_width
+from hotrow.inputs.tables import EmbeddingBagConfig, group_by_width, refuse_shared_features
 from hotrow.support.messages import few
 
 RowBytes = Mapping[str, int]  # by table: bytes of a row in fast memory, with its state
@@ -99,6 +99,7 @@ class Places:
         return self._columns[key]
 
     def _make_columns(self, keys: tuple[str, ...], device: torch.device) -> _Columns:
+        refuse_shared_features(self.tables, "FAE, Hotline and Slipstream")
         place_of = {name: i for i, table in enumerate(self.tables) for name in table.feature_names}
         places = [place_of.get(key, len(self.tables)) for key in keys]
         # Base, limit, number of other ids, and padding; the last entry is for a key of no table.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,8 +38,16 @@ class Constant:
     value: float = 0.0
 
 
+@dataclass(frozen=True)
+class InPlace:
+    """Every chunk as a function fills it: `init_fn` of a table."""
+
+    function: Callable[[Tensor], Any]
+    num_rows: int  # of the table
+
+
 # A function gets the rows' numbers within their table, [n] int64, and returns [n, dim] float32.
-Init = Uniform | Normal | Constant | Callable[[Tensor], Tensor]
+Init = Uniform | Normal | Constant | InPlace | Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,13 @@ class EmbeddingBagConfig:
     `init` defaults to uniform in ±1/sqrt(num_embeddings), as TorchRec and the DLRM reference do.
     `padding_idx` is as in torch: its row starts at zero and is never updated. Bags skip it; without
     pooling a lookup reads the stored row.
+
+    TorchRec's fields are understood. `weight_init_min` and `weight_init_max` are the bounds of a
+    uniform start. `init_fn` fills a tensor in place, such as `torch.nn.init.normal_`. It is called
+    for each chunk of the table: rows n * k to n * (k + 1), [n, embedding_dim] float32 on the CPU,
+    with n = 2**20 // embedding_dim, the last chunk with fewer. torch's default generator is seeded
+    by (the collection's seed, table name, chunk) for the call, and restored after it. `data_type`
+    must be float32.
     """
 
     name: str
@@ -57,10 +73,21 @@ class EmbeddingBagConfig:
     pooling: str = "sum"
     padding_idx: int | None = None
     init: Init | None = None
+    init_fn: Callable[[Tensor], Any] | None = None
+    weight_init_max: float | None = None
+    weight_init_min: float | None = None
+    data_type: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         plain_fields(self)
+        if not isinstance(self.name, str):
+            raise TypeError(
+                f"a table's name must be text, not {self.name!r}; positional arguments are name, "
+                "num_embeddings, embedding_dim and feature_names. TorchRec has them in another "
+                "order: give them by keyword"
+            )
         where = f"table {self.name!r}"
+        self._check_start(where)
         if not self.name or "." in self.name:
             raise ValueError(f"{where}: a table's name must be non-empty and hold no '.'")
         for key in ("num_embeddings", "embedding_dim"):
@@ -87,6 +114,19 @@ class EmbeddingBagConfig:
                 raise ValueError(f"{where}: padding_idx {padding} is outside its {rows:,} rows")
             object.__setattr__(self, "padding_idx", padding % rows)
 
+    def _check_start(self, where: str) -> None:
+        bounds = (self.weight_init_min, self.weight_init_max)
+        given = [self.init, self.init_fn, None if bounds == (None, None) else bounds]
+        if sum(part is not None for part in given) > 1:
+            raise ValueError(
+                f"{where}: give one of init, init_fn, and weight_init_min with weight_init_max"
+            )
+        if self.init_fn is not None and not callable(self.init_fn):
+            raise TypeError(f"{where}: init_fn must be a function, not {self.init_fn!r}")
+        kind = str(getattr(self.data_type, "value", self.data_type)).removeprefix("torch.").lower()
+        if kind not in ("none", "fp32", "float32"):
+            raise ValueError(f"{where}: rows are float32; data_type={kind!r} is not supported")
+
     @property
     def skipped_idx(self) -> int | None:
         """Return the row that bags skip; None without pooling."""
@@ -102,8 +142,11 @@ class EmbeddingBagConfig:
         """Return how rows are initialized."""
         if self.init is not None:
             return self.init
+        if self.init_fn is not None:
+            return InPlace(self.init_fn, self.num_embeddings)
         bound = 1 / math.sqrt(self.num_embeddings)
-        return Uniform(-bound, bound)
+        low, high = self.weight_init_min, self.weight_init_max
+        return Uniform(-bound if low is None else low, bound if high is None else high)
 
 
 @dataclass(frozen=True)
@@ -115,12 +158,13 @@ class EmbeddingConfig(EmbeddingBagConfig):
 
 @dataclass(frozen=True)
 class Feature:
-    """A column of ids: which table it reads, and where it stands in the collection."""
+    """A column of ids and a table that reads it."""
 
-    name: str
+    name: str  # of its vectors: `key`, or "key@table" if several tables read the column
     table: int  # position among the tables of its width group
-    column: int  # position among all features of the collection
+    column: int  # position among all columns of the collection
     pooling: str
+    key: str  # of its ids
 
 
 @dataclass(frozen=True)
@@ -143,6 +187,7 @@ class WidthGroup:
     features: tuple[Feature, ...]
     bases: tuple[int, ...] = field(init=False)  # first id of each table
     num_rows: int = field(init=False)
+    keys: tuple[str, ...] = field(init=False)  # of each feature's ids
     # What `feature_numbers` has built so far.
     _numbers: dict[torch.device, FeatureNumbers] = field(
         init=False, repr=False, compare=False, default_factory=dict
@@ -155,6 +200,7 @@ class WidthGroup:
             total += table.num_embeddings
         object.__setattr__(self, "bases", tuple(bases))
         object.__setattr__(self, "num_rows", total)
+        object.__setattr__(self, "keys", tuple(feature.key for feature in self.features))
 
     def feature_numbers(self, device: torch.device) -> FeatureNumbers:
         """Return numbers of each feature as tensors on a device. They are built once."""
@@ -203,25 +249,72 @@ class WidthGroup:
 def group_by_width(tables: Sequence[EmbeddingBagConfig]) -> list[WidthGroup]:
     """Group tables by width, in the order they were given."""
     _refuse_repeats("table", [table.name for table in tables])
-    _refuse_repeats("feature", [name for table in tables for name in table.feature_names])
-    columns = {name: i for i, name in enumerate(feature_order(tables))}
+    for table in tables:
+        _refuse_repeats("feature", table.feature_names)
+    columns = {key: i for i, key in enumerate(feature_order(tables))}
+    names = output_names(tables)
     groups = []
     for dim in dict.fromkeys(table.embedding_dim for table in tables):
         members = tuple(table for table in tables if table.embedding_dim == dim)
         features = tuple(
-            Feature(name, position, columns[name], table.pooling)
+            Feature(names[table.name, key], position, columns[key], table.pooling, key)
             for position, table in enumerate(members)
-            for name in table.feature_names
+            for key in table.feature_names
         )
         groups.append(WidthGroup(dim, members, features))
     return groups
 
 
 def feature_order(tables: Sequence[EmbeddingBagConfig]) -> tuple[str, ...]:
-    """Return the order of columns in a dense input and of vectors in the output."""
+    """Return the order of columns in a dense input: a feature of several tables has one."""
     if not tables:
         raise ValueError("a collection needs at least one table")
-    return tuple(name for table in tables for name in table.feature_names)
+    return tuple(dict.fromkeys(key for table in tables for key in table.feature_names))
+
+
+def output_names(tables: Sequence[EmbeddingBagConfig]) -> dict[tuple[str, str], str]:
+    """Return the names of vectors in their order, by table and feature.
+
+    They are the features' own, or as in TorchRec "feature@table" where several tables read it.
+    """
+    every = [key for table in tables for key in table.feature_names]
+    names = {
+        (table.name, key): key if every.count(key) == 1 else f"{key}@{table.name}"
+        for table in tables
+        for key in table.feature_names
+    }
+    _refuse_repeats("feature", list(names.values()))
+    return names
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The vectors that a lookup returns."""
+
+    names: tuple[str, ...]
+    keys: dict[str, str]  # by name: the feature whose ids were looked up
+    unpooled: frozenset[str]  # names with one vector per lookup
+
+
+def outputs_of(tables: Sequence[EmbeddingBagConfig]) -> Outputs:
+    names = output_names(tables)
+    unpooled = {table.name for table in tables if table.pooling == "none"}
+    return Outputs(
+        tuple(names.values()),
+        {name: key for (_, key), name in names.items()},
+        frozenset(name for (table, _), name in names.items() if table in unpooled),
+    )
+
+
+def refuse_shared_features(tables: Sequence[EmbeddingBagConfig], what: str) -> None:
+    """Raise if a feature feeds several tables."""
+    for table, key in output_names(tables):
+        readers = [other.name for other in tables if key in other.feature_names]
+        if len(readers) > 1:
+            raise ValueError(
+                f"{what} need features of one table each, and {key!r} feeds {', '.join(readers)}; "
+                f"give table {table!r} a feature of its own with the same ids"
+            )
 
 
 def _refuse_repeats(kind: str, names: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotrow.inputs.jagged import KeyedJaggedTensor
+from hotrow.inputs.jagged_tensor import Jagged
 
 _MOST_PARTS = 1024  # of a list in which tensors are searched for
 
@@ -51,7 +51,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def _mapped(node: Any, change: Callable[[Any], Any], *, has_to: bool) -> Any:
     if isinstance(node, Tensor) or (has_to and hasattr(node, "to")):
         return change(node)
-    if isinstance(node, KeyedJaggedTensor):
+    if isinstance(node, Jagged):
         return node.map(change)
     parts = members(node)
     if parts is None:
@@ -77,7 +77,7 @@ def all_tensors_in(batch: Any) -> list[Tensor]:
 def _collect_all(node: Any, tensors: list[Tensor], depth: int) -> None:
     if isinstance(node, list) and len(node) > _MOST_PARTS:
         return  # labels or names; looking at each would take long
-    parts = None if isinstance(node, Tensor | KeyedJaggedTensor) else members(node)
+    parts = None if isinstance(node, Tensor | Jagged) else members(node)
     if parts is None and not _collect(node, tensors):
         parts = getattr(node, "__dict__", None)
     if parts is not None and depth:
@@ -101,7 +101,7 @@ def _collect(node: Any, tensors: list[Tensor]) -> bool:
     if isinstance(node, Tensor):
         tensors.append(node)
         return True
-    if isinstance(node, KeyedJaggedTensor):
+    if isinstance(node, Jagged):
         node.map(lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
         return True
     parts = members(node)

@@ -15,8 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotrow.inputs.tables import Constant, EmbeddingBagConfig, Init, Normal, Uniform, WidthGroup
+from hotrow.inputs.tables import (
+    Constant,
+    EmbeddingBagConfig,
+    Init,
+    InPlace,
+    Normal,
+    Uniform,
+    WidthGroup,
+)
 from hotrow.store.changed import ChangedRows, FrozenRows, TouchedRows
+from hotrow.store.init_fn import check_init_fn, filled, rows_of_chunk
 from hotrow.store.snapshot import Snapshot
 from hotrow.support.hashing import mixed
 from hotrow.support.host_memory import check_fits
@@ -141,10 +150,10 @@ def initialise(
     """
     step = max(1, chunk_floats // rows.shape[1])
     jobs = [
-        (table, base, first, min(first + step, table.num_embeddings))
+        (table, base, part.start, part.stop)
         for table, base in zip(group.tables, group.bases, strict=True)
         if tables is None or table in tables
-        for first in range(0, table.num_embeddings, step)
+        for part in _chunks(table, step)
     ]
 
     def start(job: tuple[EmbeddingBagConfig, int, int, int]) -> None:
@@ -161,6 +170,14 @@ def initialise(
             pass
 
 
+def _chunks(table: EmbeddingBagConfig, step: int) -> list[range]:
+    if isinstance(table.start, InPlace):
+        check_init_fn(table)
+        step = rows_of_chunk(table.embedding_dim)
+    count = table.num_embeddings
+    return [range(first, min(first + step, count)) for first in range(0, count, step)]
+
+
 def start_weights(
     init: Init, dim: int, first: int, last: int, *, table: str = "", seed: int = 0
 ) -> Tensor:
@@ -168,6 +185,9 @@ def start_weights(
     if isinstance(init, Constant):
         return torch.full((last - first, dim), init.value)
     words = seed_words(seed, table, dim)
+    if isinstance(init, InPlace):
+        function, count = init.function, init.num_rows
+        return filled(function, dim, first, last, count, word=words[0], table=table)
     rows = np.arange(first, last, dtype=np.uint64)
     if isinstance(init, Uniform):
         unit = _unit_floats(rows, dim, words[0])

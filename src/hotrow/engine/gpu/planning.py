@@ -27,8 +27,9 @@ from hotrow.engine.settings import Settings
 from hotrow.engine.split_batch import place_of
 from hotrow.engine.uploads import Upload
 from hotrow.engine.work import Flight
-from hotrow.inputs.batch import Batch, Columns, columns_of, is_pooled, lookups_of
+from hotrow.inputs.batch import Batch, is_pooled, lookups_of
 from hotrow.inputs.room import Room
+from hotrow.inputs.spread import Columns, columns_of
 from hotrow.kernels.triton import words
 from hotrow.kernels.triton.plan import count_traffic, plan_everything
 from hotrow.kernels.triton.window import announce, globalise

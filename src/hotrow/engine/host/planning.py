@@ -148,7 +148,7 @@ class HostPlanning(AllRowsPlanning):
             return
         places = None
         if batch.offsets is not None:
-            names = [batch.keys.index(feature.name) for feature in self._layout.features]
+            names = [batch.keys.index(feature.key) for feature in self._layout.features]
             places = torch.tensor(names).to(self._device, non_blocking=True)
         self._id_check.launch(batch.given, places, batch.num_samples, plan.keys, None, work.number)
 
