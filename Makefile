@@ -4,13 +4,17 @@
 #   make test ARGS="-k planner"         some of the tests
 #   make test-all                       what `make test` leaves out: exhaustive cases, fuzzers, pages
 #   make test ARGS="-m gpu -n 6 -p no:benchmark"    those that need a CUDA device
+#   make clients                        public models of five libraries, plain beside converted;
+#                                       see benchmarks/clients/README.md
 
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
+CLIENTS := .venv-clients
+CLIENTS_STAMP := $(CLIENTS)/.installed
 ARGS ?=
 
-.PHONY: train test test-all check
+.PHONY: train test test-all check clients
 .DELETE_ON_ERROR:
 
 train: $(STAMP)
@@ -27,8 +31,17 @@ check: $(STAMP)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+clients: $(CLIENTS_STAMP)
+	$(CLIENTS)/bin/python benchmarks/clients $(ARGS)
+
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("hotrow needs Python 3.11 or later; set PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# Their pins contradict those of constraints.txt, so they get an environment of their own.
+$(CLIENTS_STAMP): pyproject.toml benchmarks/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install -r benchmarks/clients/requirements.txt -e .
 	@touch $@
