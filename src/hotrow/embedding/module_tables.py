@@ -7,6 +7,7 @@ may still change, and rows get the state of the optimizer that is known by then.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
@@ -20,7 +21,7 @@ from hotrow.embedding.stand_ins import StandIn, StandIns
 from hotrow.embedding.torch_steps import known_rule
 from hotrow.embedding.torch_steps import watch as watch_optimizers
 from hotrow.inputs.calls import Call
-from hotrow.inputs.tables import EmbeddingBagConfig
+from hotrow.inputs.tables import Copied, EmbeddingBagConfig
 from hotrow.kernels.rules import RowRule
 from hotrow.support.units import parse_bytes, show_bytes
 
@@ -78,8 +79,20 @@ class ModuleTables:
         return self._built
 
     def _build(self) -> EmbeddingBagCollection:
-        built = EmbeddingBagCollection(
-            self.tables,
+        copied = {name: Copied([weight]) for name, weight in self._weights.items()}
+        self._weights.clear()  # the memory of each is free when the collection has its rows
+        try:
+            built = self._collection_of(copied)
+        except BaseException:
+            self._weights = {name: held for name, x in copied.items() for held in x.held}
+            raise
+        if copied:
+            built.row_access.note_loaded()
+        return built
+
+    def _collection_of(self, copied: Mapping[str, Copied]) -> EmbeddingBagCollection:
+        return EmbeddingBagCollection(
+            [replace(x, init=copied[x.name]) if x.name in copied else x for x in self.tables],
             self._rule,
             self.budget,
             update="step",
@@ -89,11 +102,6 @@ class ModuleTables:
             expected_rule=known_rule(self.stand_ins, self._idle),
             **self._options,
         )
-        while self._weights:  # one by one: the memory of each is free after it was copied
-            name, weights = next(iter(self._weights.items()))
-            built.load_weights(name, 0, weights.detach())
-            del self._weights[name], weights
-        return built
 
     def steps(self, table: str) -> int:
         """Return how often a table's rows were updated."""

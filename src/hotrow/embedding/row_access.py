@@ -118,6 +118,11 @@ class RowAccess:
             )
         self._load(table, first, weights, slice(0, group.dim))
 
+    def note_loaded(self) -> None:
+        """Note that rows are not as their seed would start them."""
+        self._rows.is_fresh = False
+        self._rows.version += 1
+
     def _load(self, table: str, first: int, values: Tensor, columns: slice) -> None:
         with self._rows.lock.writing():
             self._rows.is_fresh = False

@@ -46,8 +46,21 @@ class InPlace:
     num_rows: int  # of the table
 
 
+@dataclass(frozen=True, eq=False)
+class Copied:
+    """The rows of a tensor, which is let go when the table has them."""
+
+    held: list[Tensor]
+
+    def take(self, first: int, last: int, dim: int) -> Tensor:
+        """Return some rows; zeros after the tensor was let go."""
+        if not self.held:
+            return torch.zeros(last - first, dim)
+        return self.held[0][first:last].detach().to("cpu", torch.float32)
+
+
 # A function gets the rows' numbers within their table, [n] int64, and returns [n, dim] float32.
-Init = Uniform | Normal | Constant | InPlace | Callable[[Tensor], Tensor]
+Init = Uniform | Normal | Constant | InPlace | Copied | Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import hashlib
 import mmap
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from hotrow.inputs.tables import (
     Constant,
+    Copied,
     EmbeddingBagConfig,
     Init,
     InPlace,
@@ -149,25 +151,24 @@ def initialise(
     `state` holds the starting value of each state column; `tables`: only the rows of these.
     """
     step = max(1, chunk_floats // rows.shape[1])
-    jobs = [
-        (table, base, part.start, part.stop)
-        for table, base in zip(group.tables, group.bases, strict=True)
-        if tables is None or table in tables
-        for part in _chunks(table, step)
-    ]
 
-    def start(job: tuple[EmbeddingBagConfig, int, int, int]) -> None:
-        table, base, first, last = job
+    def start(table: EmbeddingBagConfig, base: int, part: range) -> None:
+        first, last = part.start, part.stop
         chunk = start_weights(table.start, group.dim, first, last, table=table.name, seed=seed)
-        if table.padding_idx is not None and first <= table.padding_idx < last:
+        is_copied = isinstance(table.start, Copied)
+        if not is_copied and table.padding_idx is not None and first <= table.padding_idx < last:
             chunk[table.padding_idx - first] = 0  # as in torch, for those who export the table
         rows[base + first : base + last, : group.dim] = chunk.to(rows.device)
         for column, value in enumerate(state, start=group.dim):
             rows[base + first : base + last, column] = value
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        for _ in pool.map(start, jobs):
-            pass
+        for table, base in zip(group.tables, group.bases, strict=True):
+            if tables is None or table in tables:
+                for _ in pool.map(partial(start, table, base), _chunks(table, step)):
+                    pass
+                if isinstance(table.start, Copied):
+                    table.start.held.clear()  # so that memory has one table more, not all
 
 
 def _chunks(table: EmbeddingBagConfig, step: int) -> list[range]:
@@ -182,6 +183,8 @@ def start_weights(
     init: Init, dim: int, first: int, last: int, *, table: str = "", seed: int = 0
 ) -> Tensor:
     """Return the starting weights of the rows first..last-1 of the table with this name."""
+    if isinstance(init, Copied):
+        return init.take(first, last, dim)
     if isinstance(init, Constant):
         return torch.full((last - first, dim), init.value)
     words = seed_words(seed, table, dim)

@@ -1,0 +1,33 @@
+"""Converting a model needs the memory of one table more, not of all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import resource, torch, hotrow
+from torch import nn
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # MiB
+
+def train(model):
+    hotrow.convert(model, "5%", show=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[0](torch.arange(5)).sum().backward()
+    optimizer.step()
+
+train(nn.ModuleList([nn.Embedding(100, 4)]))  # what torch and hotrow load at first
+model = nn.ModuleList([nn.Embedding(500_000, 16) for _ in range(6)])  # 30.5 MiB each
+before = peak()
+train(model)
+print(peak() - before)
+"""
+
+
+def test_tables_are_moved_one_by_one() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
+    )
+    assert float(done.stdout) < 3 * 30.5  # all six at once would take 183
