@@ -21,7 +21,7 @@ class TwoTowers(nn.Module):
         self.item = nn.Embedding(ITEMS, DIM, padding_idx=0)
         self.brand = nn.Embedding(BRANDS, DIM)
         for table in (self.user, self.item, self.brand):
-            nn.init.normal_(table.weight, std=0.1)
+            nn.init.normal_(table.weight, std=0.5)
         self.left = nn.Sequential(nn.Linear(2 * DIM, 64), nn.ReLU(), nn.Linear(64, 32))
         self.right = nn.Sequential(nn.Linear(2 * DIM, 64), nn.ReLU(), nn.Linear(64, 32))
 
@@ -39,7 +39,7 @@ def make_batches(batch_size=256):
     def rand(*shape):
         return torch.rand(*shape, generator=draw)
 
-    item = (1 + (ITEMS - 10) * rand(SAMPLES) ** 4).long()
+    item = (1 + (ITEMS - 10) * rand(SAMPLES) ** 7).long()
     history = item[:, None] + (10 * rand(SAMPLES, 6)).long()
     lengths = (7 * rand(SAMPLES)).long()
     data = {
@@ -53,9 +53,9 @@ def make_batches(batch_size=256):
 
 
 def train(model, batches):
-    """Two batches make a step, and the learning rate falls: all as in any loop."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    """Two batches make a step, and the learning rate falls, as in any loop."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=50.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
     for number, batch in enumerate(batches):
         scores = model(batch)
         loss = cross_entropy(scores, torch.arange(len(scores)))

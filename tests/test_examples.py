@@ -47,3 +47,14 @@ def test_both_versions_learn_the_same(capsys: pytest.CaptureFixture[str]):
     # Rows sum their gradients in another order than torch does: equal but for rounding.
     assert hotrow["loss"] == pytest.approx(plain["loss"], abs=1e-4)
     assert hotrow["AUC"] == pytest.approx(plain["AUC"], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["ctr", "two_towers", "sequence"])
+def test_a_converted_model_learns_what_the_plain_one_learns(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = run(f"switch_{name}.py", capsys)
+    assert found["loss"] == pytest.approx(found["plain_loss"], abs=1e-4)
+    assert found["difference"] < 2e-3
+    assert 0.5 < found["hit_rate"] < 1.0
+    assert found["fetched_rows"] > 1_000

@@ -194,7 +194,7 @@ def _refuse_other_optimizers(tables: Sequence[_Table], given: Sequence[Optimizer
             names = [weights[id(x)] for x in group["params"] if id(x) in weights]
             if names:
                 raise ValueError(
-                    f"a {type(other).__name__} already holds the weight of {names[0]!r}, and would "
+                    f"{type(other).__name__} already holds the weight of {names[0]!r}, and would "
                     "go on with a tensor that the model does not use any more: give it to "
                     "hotrow.convert(model, ..., optimizer=optimizer), or make it afterwards"
                 )
