@@ -23,6 +23,8 @@ from hotrow.embedding.torch_steps import watch as watch_optimizers
 from hotrow.inputs.calls import Call
 from hotrow.inputs.tables import Copied, EmbeddingBagConfig
 from hotrow.kernels.rules import RowRule
+from hotrow.sizing.budgets import AUTO
+from hotrow.store.budget import Budget
 from hotrow.support.units import parse_bytes, show_bytes
 
 
@@ -46,6 +48,8 @@ class ModuleTables:
         watch_optimizers()
         self.device = usable_device(device)
         self.tables, self.budget = tuple(tables), budget
+        if isinstance(budget, str) and budget != AUTO:
+            parse_bytes(budget, total=1 << 40)  # raises if it is none
         self._weights, self._rule, self._idle = dict(weights), optimizer, idle
         self._options = {**options, "seed": drawn_seed() if seed is None else seed}
         self.stand_ins = StandIns([table.name for table in tables], self.device)
@@ -90,7 +94,18 @@ class ModuleTables:
             built.row_access.note_loaded()
         return built
 
+    def _all_fit(self, rule: RowRule) -> bool:
+        """Whether the budget holds all rows with their state."""
+        widths = [(x.num_embeddings, x.embedding_dim) for x in self.tables]
+        total = sum(4 * rows * (dim + rule.state_width(dim)) for rows, dim in widths)
+        is_known = not isinstance(self.budget, Budget) and self.budget not in (None, AUTO)
+        return is_known and parse_bytes(self.budget, total=total) >= total
+
     def _collection_of(self, copied: Mapping[str, Copied]) -> EmbeddingBagCollection:
+        options = dict(self._options)
+        rule = self._rule or known_rule(self.stand_ins, self._idle)
+        if "strategy" not in options and rule is not None and self._all_fit(rule):
+            options["strategy"] = "all-fast"
         return EmbeddingBagCollection(
             [replace(x, init=copied[x.name]) if x.name in copied else x for x in self.tables],
             self._rule,
@@ -99,8 +114,8 @@ class ModuleTables:
             idle=self._idle,
             device=self.device,
             stand_ins=self.stand_ins,
-            expected_rule=known_rule(self.stand_ins, self._idle),
-            **self._options,
+            expected_rule=rule,
+            **options,
         )
 
     def steps(self, table: str) -> int:
@@ -165,7 +180,8 @@ class ModuleTables:
                 "padding_idx. Read it under torch.no_grad(), or look rows up by an hotrow.Embedding"
             )
         collection = self.collection
-        if not collection.strategy.needs_budget or self.budget == "auto":
+        ignores_budget = "strategy" in self._options and not collection.strategy.needs_budget
+        if ignores_budget or isinstance(self.budget, Budget) or self.budget == AUTO:
             return
         total = parse_bytes(self.budget, total=collection.bytes_total)
         copies = 2 * 4 * table.num_embeddings * table.embedding_dim
