@@ -183,7 +183,11 @@ class CallLookups:
                     work.batch = replace(work.batch, given=(again.values,))
                     work.group.planning.compare(work)
             else:
-                self._note_changed((again.values != planned.batch.values).any())
+                pairs = [(again.values, planned.batch.values)]
+                if planned.batch.offsets is not None:
+                    pairs.append((again.offsets, planned.batch.offsets))
+                for now, then in pairs:
+                    self._note_changed((now != then).any())
         return joined
 
     def refuse_changed(self, *, waits: bool = False) -> None:
