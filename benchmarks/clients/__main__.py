@@ -66,22 +66,10 @@ def _run(case: Case, optimizer: str, plain_only: bool) -> Result:
 
 def _table(results: list[Result]) -> Table:
     table = Table()
-    table.add_column("model", no_wrap=True)
-    table.add_column("optimizer", no_wrap=True)
-    for name in (
-        "lines",
-        "tables",
-        "loss",
-        "rows",
-        "other",
-        "noise",
-        "moved",
-        "evicted",
-        "seconds",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("seconds", justify="right", no_wrap=True)
-    table.add_column("outcome", no_wrap=True)
+    numbers = ("lines", "tables", "loss", "rows", "other", "noise", "moved", "evicted", "seconds")
+    for name in ("model", "optimizer", *numbers, "outcome"):
+        justify = "right" if name in numbers else "left"
+        table.add_column(name, justify=justify, no_wrap=True)
     for x in results:
         color = _COLORS.get(x.outcome, "default")
         names, outcome = (f"{x.library} {x.model}", x.optimizer), f"[{color}]{x.outcome}"
