@@ -6,6 +6,7 @@ may still change, and rows get the state of the optimizer that is known by then.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -53,10 +54,22 @@ class ModuleTables:
         self._weights, self._rule, self._idle = dict(weights), optimizer, idle
         self._options = {**options, "seed": drawn_seed() if seed is None else seed}
         self.stand_ins = StandIns([table.name for table in tables], self.device)
+        self.stand_ins.wait_for(self._when_asked())
         self._built: EmbeddingBagCollection | None = None
         self._modules: WeakSet[nn.Module] = WeakSet()
         self._all_ids: dict[str, Tensor] = {}
         self.id_sources = IdSources({})  # how ids follow from batches of `hotrow.ahead`
+
+    def _when_asked(self) -> Callable[[], Any]:
+        """Return what builds the collection; an optimizer that keeps it keeps no rows alive."""
+        me = weakref.ref(self)
+
+        def build() -> None:
+            tables = me()
+            if tables is not None:
+                _ = tables.collection
+
+        return build
 
     def stand_in(self, table: str) -> StandIn:
         return self.stand_ins.parameters[self.stand_ins.names.index(table)]

@@ -84,9 +84,16 @@ def note_stand_ins(optimizer: Optimizer) -> None:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if any(isinstance(param, StandIn) for param in params):
-        _with_stand_ins.add(optimizer)
+        _include(optimizer)
         for owner, groups in _held_by(optimizer):
             owner.hold(optimizer, groups)
+
+
+def _include(optimizer: Optimizer) -> None:
+    """Let the state dict of an optimizer that holds stand-ins have the state of their rows."""
+    if optimizer not in _with_stand_ins and not isinstance(optimizer, RowOptimizer):
+        _with_stand_ins.add(optimizer)
+        include_rows(optimizer)
 
 
 def known_rule(stand_ins: StandIns, idle: str | None) -> RowRule | None:
@@ -134,7 +141,7 @@ class TorchSteps:
         if optimizer in self._holders:
             return
         self._holders.add(optimizer)
-        include_rows(optimizer)
+        _include(optimizer)
         if not self._is_known:
             with suppress(NoRule):
                 self._use(optimizer, self._rules(optimizer, groups))
