@@ -7,6 +7,7 @@ may still change, and rows get the state of the optimizer that is known by then.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from threading import RLock
 from typing import Any
 from weakref import WeakSet
 
@@ -38,17 +39,20 @@ class ModuleTables:
         optimizer: RowRule | None = None,
         idle: str | None = None,
         seed: int | None = None,
+        zero_rows: Mapping[str, int] | None = None,
         **options: Any,
     ) -> None:
-        """`weights` have the rows of some tables; the others start by their `init`. `options` are
-        those of a collection."""
+        """`weights` have the rows of some tables; the others start by their `init`, but `zero_rows`
+        at zero. `options` are those of a collection."""
         watch_optimizers()
         self.device = usable_device(device)
         self.tables, self.budget = tuple(tables), budget
         self._weights, self._rule, self._idle = dict(weights), optimizer, idle
+        self._zero_rows = dict(zero_rows or {})
         self._options = {**options, "seed": drawn_seed() if seed is None else seed}
         self.stand_ins = StandIns([table.name for table in tables], self.device)
         self._built: EmbeddingBagCollection | None = None
+        self._building = RLock()  # threads that serve may look up at the same time, at first
         self._modules: WeakSet[nn.Module] = WeakSet()
         self._all_ids: dict[str, Tensor] = {}
         self.id_sources = IdSources({})  # how ids follow from batches of `hotrow.ahead`
@@ -73,8 +77,10 @@ class ModuleTables:
     def collection(self) -> EmbeddingBagCollection:
         """The collection; the first use builds it."""
         if self._built is None:
-            self._built = self._build()
-            self.follow_mode()
+            with self._building:
+                if self._built is None:
+                    self._built = self._build()
+                    self.follow_mode()
         return self._built
 
     def _build(self) -> EmbeddingBagCollection:
@@ -89,6 +95,10 @@ class ModuleTables:
             expected_rule=known_rule(self.stand_ins, self._idle),
             **self._options,
         )
+        for name, row in self._zero_rows.items():
+            if name not in self._weights:
+                dim = next(x.embedding_dim for x in self.tables if x.name == name)
+                built.load_weights(name, row, torch.zeros(1, dim))
         while self._weights:  # one by one: the memory of each is free after it was copied
             name, weights = next(iter(self._weights.items()))
             built.load_weights(name, 0, weights.detach())
