@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from threading import RLock
 from typing import Any
 from weakref import WeakSet
 
@@ -42,20 +43,23 @@ class ModuleTables:
         optimizer: RowRule | None = None,
         idle: str | None = None,
         seed: int | None = None,
+        zero_rows: Mapping[str, int] | None = None,
         **options: Any,
     ) -> None:
-        """`weights` have the rows of some tables; the others start by their `init`. `options` are
-        those of a collection."""
+        """`weights` have the rows of some tables; the others start by their `init`, but `zero_rows`
+        at zero. `options` are those of a collection."""
         watch_optimizers()
         self.device = usable_device(device)
         self.tables, self.budget = tuple(tables), budget
         if isinstance(budget, str) and budget != AUTO:
             parse_bytes(budget, total=1 << 40)  # raises if it is none
         self._weights, self._rule, self._idle = dict(weights), optimizer, idle
+        self._zero_rows = dict(zero_rows or {})
         self._options = {**options, "seed": drawn_seed() if seed is None else seed}
         self.stand_ins = StandIns([table.name for table in tables], self.device)
         self.stand_ins.wait_for(self._when_asked())
         self._built: EmbeddingBagCollection | None = None
+        self._building = RLock()  # threads that serve may look up at the same time, at first
         self._modules: WeakSet[nn.Module] = WeakSet()
         self._all_ids: dict[str, Tensor] = {}
         self.id_sources = IdSources({})  # how ids follow from batches of `hotrow.ahead`
@@ -91,8 +95,10 @@ class ModuleTables:
     def collection(self) -> EmbeddingBagCollection:
         """The collection; the first use builds it."""
         if self._built is None:
-            self._built = self._build()
-            self.follow_mode()
+            with self._building:
+                if self._built is None:
+                    self._built = self._build()
+                    self.follow_mode()
         return self._built
 
     def _build(self) -> EmbeddingBagCollection:
@@ -105,6 +111,10 @@ class ModuleTables:
             raise
         if copied:
             built.row_access.note_loaded()
+        for name, row in self._zero_rows.items():
+            if name not in copied:
+                dim = next(x.embedding_dim for x in self.tables if x.name == name)
+                built.load_weights(name, row, torch.zeros(1, dim))
         return built
 
     def _all_fit(self, rule: RowRule) -> bool:
