@@ -24,7 +24,7 @@ _COLORS = {"FAILED": "red", "equal": "green"}
 def main() -> int:
     args = _arguments()
     torch.set_num_threads(args.threads)
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = Console(width=None if sys.stdout.isatty() else 160)
     results = []
     for module in args.modules:
         for case in importlib.import_module(module).cases(args.steps):
@@ -65,21 +65,11 @@ def _run(case: Case, optimizer: str, plain_only: bool) -> Result:
 
 
 def _table(results: list[Result]) -> Table:
-    table = Table("model", "optimizer")
-    for name in (
-        "lines",
-        "tables",
-        "loss",
-        "rows",
-        "other",
-        "noise",
-        "moved",
-        "evicted",
-        "seconds",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("seconds", justify="right", no_wrap=True)
-    table.add_column("outcome")
+    table = Table()
+    numbers = ("lines", "tables", "loss", "rows", "other", "noise", "moved", "evicted", "seconds")
+    for name in ("model", "optimizer", *numbers, "outcome"):
+        justify = "right" if name in numbers else "left"
+        table.add_column(name, justify=justify, no_wrap=True)
     for x in results:
         color = _COLORS.get(x.outcome, "default")
         names, outcome = (f"{x.library} {x.model}", x.optimizer), f"[{color}]{x.outcome}"

@@ -151,10 +151,7 @@ class CallLookups:
         if not is_same and (not by_content or capturing()):
             return False  # a graph would compare with memory that is free when it is replayed
         if call.ids.device.type == "cpu":
-            joined_ids = joined.ids_of(number, self._columns)
-            return torch.equal(call.ids.reshape(-1).long(), joined_ids) and (
-                call.offsets is None or torch.equal(call.offsets, expected.tensors[1])
-            )
+            return joined.equals(number, call, self._columns)
         return is_same or self._is_equal(pairs)
 
     def _is_equal(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
@@ -183,7 +180,11 @@ class CallLookups:
                     work.batch = replace(work.batch, given=(again.values,))
                     work.group.planning.compare(work)
             else:
-                self._note_changed((again.values != planned.batch.values).any())
+                pairs = [(again.values, planned.batch.values)]
+                if planned.batch.offsets is not None:
+                    pairs.append((again.offsets, planned.batch.offsets))
+                for now, then in pairs:
+                    self._note_changed((now != then).any())
         return joined
 
     def refuse_changed(self, *, waits: bool = False) -> None:

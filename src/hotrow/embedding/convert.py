@@ -114,6 +114,7 @@ def revert(model: AnyModel, *, optimizer: Optimizers = None) -> AnyModel:
         )
         for module in modules:
             _make_plain(module, weight)
+        _replace_in(model, {id(stand_in): weight})
         for each in _listed(optimizer):
             each.state.pop(stand_in, None)
             _exchange(each, {id(stand_in): weight})
@@ -224,10 +225,7 @@ def _convert(
         stand_in.requires_grad_(table.weight.requires_grad)
         new[id(table.weight)] = stand_in
     if held == "replace":
-        for module in model.modules():
-            for name, value in list(vars(module).items()):
-                if name not in ("_parameters", "_buffers", "_modules"):
-                    vars(module)[name] = _replaced(value, new)
+        _replace_in(model, new)
     for table in chosen:
         for module in table.modules.values():
             _make_hotrow(module, serving, table.name)
@@ -272,6 +270,14 @@ def _make_plain(module: TableModule, weight: nn.Parameter) -> None:
     module.forget_tables()
     module.__class__ = plain
     module._parameters["weight"] = weight
+
+
+def _replace_in(model: nn.Module, new: Mapping[int, Any]) -> None:
+    """Put other parameters into what the modules of a model hold."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if name not in ("_parameters", "_buffers", "_modules"):
+                vars(module)[name] = _replaced(value, new)
 
 
 def _replaced(value: Any, new: Mapping[int, Any]) -> Any:

@@ -98,7 +98,8 @@ class Fixed:
     ids: Tensor
 
     def of(self, batch: Any) -> Tensor | None:
-        return self.ids
+        tensors = all_tensors_in(batch)  # which are read where they are, and uploaded later
+        return self.ids.to(tensors[0].device) if tensors else self.ids
 
 
 @dataclass(frozen=True)

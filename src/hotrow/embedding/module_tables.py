@@ -6,8 +6,10 @@ may still change, and rows get the state of the optimizer that is known by then.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from threading import RLock
 from typing import Any
 from weakref import WeakSet
 
@@ -23,6 +25,8 @@ from hotrow.embedding.torch_steps import watch as watch_optimizers
 from hotrow.inputs.calls import Call
 from hotrow.inputs.tables import Copied, EmbeddingBagConfig
 from hotrow.kernels.rules import RowRule
+from hotrow.sizing.budgets import AUTO
+from hotrow.store.budget import Budget
 from hotrow.support.units import parse_bytes, show_bytes
 
 
@@ -39,20 +43,37 @@ class ModuleTables:
         optimizer: RowRule | None = None,
         idle: str | None = None,
         seed: int | None = None,
+        zero_rows: Mapping[str, int] | None = None,
         **options: Any,
     ) -> None:
-        """`weights` have the rows of some tables; the others start by their `init`. `options` are
-        those of a collection."""
+        """`weights` have the rows of some tables; the others start by their `init`, but `zero_rows`
+        at zero. `options` are those of a collection."""
         watch_optimizers()
         self.device = usable_device(device)
         self.tables, self.budget = tuple(tables), budget
+        if isinstance(budget, str) and budget != AUTO:
+            parse_bytes(budget, total=1 << 40)  # raises if it is none
         self._weights, self._rule, self._idle = dict(weights), optimizer, idle
+        self._zero_rows = dict(zero_rows or {})
         self._options = {**options, "seed": drawn_seed() if seed is None else seed}
         self.stand_ins = StandIns([table.name for table in tables], self.device)
+        self.stand_ins.wait_for(self._when_asked())
         self._built: EmbeddingBagCollection | None = None
+        self._building = RLock()  # threads that serve may look up at the same time, at first
         self._modules: WeakSet[nn.Module] = WeakSet()
         self._all_ids: dict[str, Tensor] = {}
         self.id_sources = IdSources({})  # how ids follow from batches of `hotrow.ahead`
+
+    def _when_asked(self) -> Callable[[], Any]:
+        """Return what builds the collection; an optimizer that keeps it keeps no rows alive."""
+        me = weakref.ref(self)
+
+        def build() -> None:
+            tables = me()
+            if tables is not None:
+                _ = tables.collection
+
+        return build
 
     def stand_in(self, table: str) -> StandIn:
         return self.stand_ins.parameters[self.stand_ins.names.index(table)]
@@ -74,8 +95,10 @@ class ModuleTables:
     def collection(self) -> EmbeddingBagCollection:
         """The collection; the first use builds it."""
         if self._built is None:
-            self._built = self._build()
-            self.follow_mode()
+            with self._building:
+                if self._built is None:
+                    self._built = self._build()
+                    self.follow_mode()
         return self._built
 
     def _build(self) -> EmbeddingBagCollection:
@@ -88,9 +111,24 @@ class ModuleTables:
             raise
         if copied:
             built.row_access.note_loaded()
+        for name, row in self._zero_rows.items():
+            if name not in copied:
+                dim = next(x.embedding_dim for x in self.tables if x.name == name)
+                built.load_weights(name, row, torch.zeros(1, dim))
         return built
 
+    def _all_fit(self, rule: RowRule) -> bool:
+        """Whether the budget holds all rows with their state."""
+        widths = [(x.num_embeddings, x.embedding_dim) for x in self.tables]
+        total = sum(4 * rows * (dim + rule.state_width(dim)) for rows, dim in widths)
+        is_known = not isinstance(self.budget, Budget) and self.budget not in (None, AUTO)
+        return is_known and parse_bytes(self.budget, total=total) >= total
+
     def _collection_of(self, copied: Mapping[str, Copied]) -> EmbeddingBagCollection:
+        options = dict(self._options)
+        rule = self._rule or known_rule(self.stand_ins, self._idle)
+        if "strategy" not in options and rule is not None and self._all_fit(rule):
+            options["strategy"] = "all-fast"
         return EmbeddingBagCollection(
             [replace(x, init=copied[x.name]) if x.name in copied else x for x in self.tables],
             self._rule,
@@ -99,8 +137,8 @@ class ModuleTables:
             idle=self._idle,
             device=self.device,
             stand_ins=self.stand_ins,
-            expected_rule=known_rule(self.stand_ins, self._idle),
-            **self._options,
+            expected_rule=rule,
+            **options,
         )
 
     def steps(self, table: str) -> int:
@@ -165,7 +203,8 @@ class ModuleTables:
                 "padding_idx. Read it under torch.no_grad(), or look rows up by an hotrow.Embedding"
             )
         collection = self.collection
-        if not collection.strategy.needs_budget or self.budget == "auto":
+        ignores_budget = "strategy" in self._options and not collection.strategy.needs_budget
+        if ignores_budget or isinstance(self.budget, Budget) or self.budget == AUTO:
             return
         total = parse_bytes(self.budget, total=collection.bytes_total)
         copies = 2 * 4 * table.num_embeddings * table.embedding_dim

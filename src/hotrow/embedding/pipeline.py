@@ -104,6 +104,7 @@ class Pipeline:
         self.is_weighted: bool | None = None  # None: weights are used where a batch has them
         self.iterator: Callable[[], Any] | None = None  # a weak reference to the running one
         self._warned = False
+        self.is_learning = False  # the batch was not planned, on purpose
 
     # -- batches -----------------------------------------------------------------------
 
@@ -221,7 +222,7 @@ class Pipeline:
             if planned.reads_like(recent):
                 return recent
         running = self.finish_abandoned() is not None
-        if running and not self._warned:
+        if running and not self._warned and not self.is_learning:
             self._warned = True
             warn(
                 "these ids are not the ones hotrow.ahead planned for this batch; ids= gave others, "

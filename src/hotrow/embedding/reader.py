@@ -197,6 +197,7 @@ class Reader:
         """Return a batch that is not planned, to learn what modules look up; None: all is known."""
         if not self._served.begin():
             return None
+        self._let_learn(True)
         self._read()
         if not self._known:
             return None
@@ -211,7 +212,13 @@ class Reader:
 
     def learn(self, read: ReadBatch) -> None:
         """Learn from the forward pass of a batch."""
+        self._let_learn(False)
         self._served.learn(read.batch)
+
+    def _let_learn(self, learns: bool) -> None:
+        """Let other collections of the model look a batch up that they were not told of."""
+        for collection in self._collections.values():
+            collection.pipeline.is_learning = learns
 
     # ----------------------------------------------------------------------------------
 

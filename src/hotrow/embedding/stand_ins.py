@@ -31,6 +31,7 @@ class StandIn(nn.Parameter):
 
     table: str
     owner: Callable[[], Any]  # a weak reference to what steps the rows
+    build: Callable[[], Any]  # makes rows if there are none yet
     is_sparse_grad = False  # its gradient is a sparse tensor, as torch.optim.SparseAdam wants
 
 
@@ -43,7 +44,7 @@ class StandIns:
         self._values = torch.zeros(len(tables), 1, 2, device=device)
         self.parameters = [StandIn(value) for value in self._values]
         for parameter, name in zip(self.parameters, tables, strict=True):
-            parameter.table, parameter.owner = name, lambda: None
+            parameter.table, parameter.owner, parameter.build = name, _nothing, _nothing
         # A call for each table takes time, and who penalises parameters does so from the start on.
         self._hooks = [x.register_hook(partial(_refuse_gradient, x.table)) for x in self.parameters]  # type: ignore[no-untyped-call]
         self._passes = 0
@@ -68,6 +69,11 @@ class StandIns:
         for parameter, value in zip(self.parameters, self._values, strict=True):
             parameter.data, parameter.grad = value, None
         self._allocate()
+
+    def wait_for(self, build: Callable[[], Any]) -> None:
+        """Let `build` make rows where their state is asked for."""
+        for parameter in self.parameters:
+            parameter.build = build
 
     def belong_to(self, owner: Any) -> None:
         for parameter in self.parameters:
@@ -176,6 +182,10 @@ class StandIns:
         with torch.no_grad():
             self._values.zero_()
         self._version = self._values._version
+
+
+def _nothing() -> None:
+    """There are no rows yet."""
 
 
 @cache

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any, NoReturn, Self
 
 import torch
@@ -17,6 +18,10 @@ from hotrow.inputs.calls import Call
 from hotrow.inputs.jagged_tensor import check_integers
 from hotrow.inputs.tables import EmbeddingBagConfig, Init, Normal
 
+_NOT_REPLACED = (
+    "the weight of this module is not one tensor that could be replaced: use "
+    "load_weights(0, weights), or hotrow.revert(model) to tie it to another module"
+)
 _POOLINGS = {"sum": "sum", "mean": "mean", "max": "sum"}  # of tables, by a module's mode
 
 
@@ -31,6 +36,7 @@ class TableModule(nn.Module):
 
     def use_tables(self, tables: ModuleTables, table: str) -> None:
         """Look up rows of a table from now on."""
+        _leave_out_of_graphs()
         self._tables, self._table = tables, table
         self._parameters["weight"] = tables.stand_in(table)
         tables.serve(self)
@@ -61,17 +67,35 @@ class TableModule(nn.Module):
 
         What is read is a copy: to change rows use `init=` or `load_weights()`.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return self._whole()  # a graph has no place for what is read when it is used
         tables, table = self._tables, self._table
-        source = Source(partial(tables.whole, table), self._plain_lookup, self.requires_grad_)
-        shape, stand_in = (self.num_embeddings, self.embedding_dim), tables.stand_in(table)
-        return WholeTable.of(shape, tables.device, source, requires_grad=stand_in.requires_grad)
+        self._refuse_other_weight()
+        source = Source(partial(tables.whole, table), self._functional, tables.stand_in(table))
+        return WholeTable.of((self.num_embeddings, self.embedding_dim), tables.device, source)
 
     @weight.setter
     def weight(self, weight: Any) -> None:
-        raise AttributeError(
-            "the weight of this module is not one tensor that could be replaced: use "
-            "load_weights(0, weights), or hotrow.revert(model) to tie it to another module"
-        )
+        raise AttributeError(_NOT_REPLACED)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name == "weight":  # torch does not ask the property when it is given a parameter
+            raise AttributeError(_NOT_REPLACED)
+        super().register_parameter(name, param)
+
+    def _whole(self) -> Tensor:
+        """Return all rows now."""
+        self._refuse_other_weight()
+        return self._tables.whole(self._table)
+
+    def _refuse_other_weight(self) -> None:
+        """Raise if something else was put in the place of the stand-in, which lookups ignore."""
+        if self._parameters.get("weight") is not self._tables.stand_in(self._table):
+            raise RuntimeError(
+                f"the weight of module {self._table!r} was replaced by another tensor, as "
+                "torch.func.functional_call does, but lookups read rows, which are not in it. Use "
+                "load_weights(0, weights), or hotrow.revert(model)"
+            )
 
     def weights(self) -> Iterator[tuple[int, Tensor]]:
         """Iterate over the weights in chunks: (first row, [n, dim])."""
@@ -89,11 +113,27 @@ class TableModule(nn.Module):
         self._tables.follow_mode()
         return self
 
-    def _plain_lookup(self, ids: Tensor) -> Tensor:
-        """Return one vector per id, as torch's `functional.embedding` does."""
-        return self._look_up(ids).view(*ids.shape, self.embedding_dim)
+    def _plain_lookup(self, ids: Tensor, padding_idx: int | None) -> Tensor:
+        """Return one vector per id; that of `padding_idx` gets no gradient."""
+        # No view for autograd: a change in place would go past the hook.
+        shape = (*ids.shape, self.embedding_dim)
+        vectors: Tensor = torch.ops.aten._unsafe_view(self._look_up(ids), shape)
+        if padding_idx is not None and vectors.requires_grad:
+            # The stored row is read; only its gradient is dropped, and only that of lookups.
+            is_padding = (ids == padding_idx).unsqueeze(-1)
+            vectors.register_hook(lambda grad: grad.masked_fill(is_padding, 0.0))
+        return vectors
+
+    def _functional(self, ids: Tensor, padding_idx: int | None) -> Tensor | None:
+        """Return what `functional.embedding` does of the weight; None: it needs the whole table."""
+        if isinstance(self, nn.EmbeddingBag) and self.padding_idx is not None:
+            return None  # lookups skip that row
+        if padding_idx is not None:
+            padding_idx %= self.num_embeddings
+        return self._plain_lookup(ids, padding_idx)
 
     def _look_up(self, ids: Tensor, offsets: Tensor | None = None, **form: bool) -> Tensor:
+        self._refuse_other_weight()
         check_integers(ids, "ids")
         if ids.dtype not in (torch.int64, torch.int32):
             ids = ids.long()
@@ -103,12 +143,35 @@ class TableModule(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Move fast memory if the device changes; rows stay float32."""
-        self._tables.move_to(fn(torch.empty(0, device=self._tables.device)).device)
+        changed = fn(torch.empty(0, device=self._tables.device))
+        if changed.dtype != torch.float32:
+            raise RuntimeError(
+                f"rows are float32 and cannot become {changed.dtype}; for arithmetic in half "
+                "precision use torch.autocast, or change the other modules' types alone"
+            )
+        with self._without_weight():
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._tables.move_to(changed.device)
         return self
 
+    @contextmanager
+    def _without_weight(self) -> Iterator[None]:
+        """Inside, the parameters are those that a subclass has added."""
+        every = self._parameters
+        others = {name: x for name, x in every.items() if name != "weight"}
+        try:
+            vars(self)["_parameters"] = others
+            yield
+        finally:
+            every.update(others)
+            vars(self)["_parameters"] = every
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        key = prefix + "weight"
         if not self._tables.is_apart:
-            destination[prefix + "weight"] = self._tables.copy(self._table)
+            destination[key] = self._tables.copy(self._table)
+        with self._without_weight():
+            super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
         self,
@@ -120,9 +183,21 @@ class TableModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        key, shape = prefix + "weight", (self.num_embeddings, self.embedding_dim)
+        with self._without_weight():
+            super()._load_from_state_dict(
+                state_dict,
+                prefix,
+                local_metadata,
+                strict,
+                missing_keys,
+                unexpected_keys,
+                error_msgs,
+            )
+        if key in unexpected_keys and not self._tables.is_apart:
+            unexpected_keys.remove(key)
         if self._tables.is_apart:
             return
-        key, shape = prefix + "weight", (self.num_embeddings, self.embedding_dim)
         if key not in state_dict:
             missing_keys.append(key)
         elif tuple(state_dict[key].shape) != shape:
@@ -142,6 +217,15 @@ class TableModule(nn.Module):
             "a module with hotrow's rows cannot be pickled; save state_dict(), or make it plain "
             "again with hotrow.revert(model)"
         )
+
+
+@cache
+def _leave_out_of_graphs() -> None:
+    """torch.compile runs lookups as they are, and reads of whole tables. Not at import: it would
+    double the time of that."""
+    for kind in (Embedding, EmbeddingBag):
+        kind.forward = torch.compiler.disable(kind.forward)  # type: ignore[method-assign]
+    TableModule._whole = torch.compiler.disable(TableModule._whole)  # type: ignore[method-assign]
 
 
 def refuse_unsupported(max_norm: Any, scale_grad_by_freq: bool, dtype: Any) -> None:
@@ -197,7 +281,8 @@ class Embedding(TableModule, nn.Embedding):
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.max_norm, self.norm_type = None, norm_type
         self.scale_grad_by_freq, self.sparse = False, sparse
-        self.use_tables(_tables_of(table, _weight, device, budget, options), table.name)
+        tables = _tables_of(table, _weight, device, budget, options, self.padding_idx)
+        self.use_tables(tables, table.name)
         self.requires_grad_(not _freeze)
 
     @classmethod
@@ -209,12 +294,7 @@ class Embedding(TableModule, nn.Embedding):
         return cls(rows, dim, _weight=embeddings, _freeze=freeze, **options)
 
     def forward(self, input: Tensor) -> Tensor:
-        vectors = self._plain_lookup(input)
-        if self.padding_idx is not None and vectors.requires_grad:
-            # The stored row is read; only its gradient is dropped, and only that of lookups.
-            is_padding = input == self.padding_idx
-            vectors.register_hook(lambda grad: grad.masked_fill(is_padding.unsqueeze(-1), 0.0))
-        return vectors
+        return self._plain_lookup(input, self.padding_idx)
 
 
 class EmbeddingBag(TableModule, nn.EmbeddingBag):
@@ -329,13 +409,20 @@ def config_of(
 
 
 def _tables_of(
-    table: EmbeddingBagConfig, weight: Tensor | None, device: Any, budget: Any, options: Any
+    table: EmbeddingBagConfig,
+    weight: Tensor | None,
+    device: Any,
+    budget: Any,
+    options: Any,
+    zero_row: int | None = None,
 ) -> ModuleTables:
-    weights = {}
+    weights, zero_rows = {}, {} if zero_row is None else {table.name: zero_row}
     if weight is not None:
         shape = [table.num_embeddings, table.embedding_dim]
         if list(weight.shape) != shape:
             raise ValueError(f"weights have shape {list(weight.shape)}, and the table {shape}")
         weights[table.name] = weight.detach().clone()
     device = torch.get_default_device() if device is None else device
-    return ModuleTables([table], weights, device=device, budget=budget, **options)
+    return ModuleTables(
+        [table], weights, device=device, budget=budget, zero_rows=zero_rows, **options
+    )

@@ -23,9 +23,12 @@ def _stand_ins(optimizer: Optimizer) -> Iterator[tuple[int, StandIn, Any]]:
     """Yield the number that torch gives each stand-in, the stand-in, and what owns it."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, param in enumerate(params):
-        owner = param.owner() if isinstance(param, StandIn) else None
-        if owner is not None:
-            yield number, param, owner
+        if isinstance(param, StandIn):
+            if param.owner() is None:
+                param.build()
+            owner = param.owner()
+            if owner is not None:
+                yield number, param, owner
 
 
 def _with_rows(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:

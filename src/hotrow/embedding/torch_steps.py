@@ -29,6 +29,7 @@ from hotrow.embedding.step import PendingStep
 from hotrow.embedding.torch_rules import NoRule, TorchRule, rule_for
 from hotrow.embedding.torch_state import include_rows
 from hotrow.embedding.waiting import WaitingGrads
+from hotrow.embedding.whole_table import WholeTable
 from hotrow.kernels.rules import RowRule
 
 IDLE = (None, "frozen")
@@ -72,10 +73,29 @@ def _hear_of_new_optimizers() -> None:
 
     @wraps(of_torch)
     def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
-        of_torch(self, param_group)
+        of_torch(self, _with_stand_ins_for(param_group))
         note_stand_ins(self)
 
     Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+
+
+def _with_stand_ins_for(param_group: Any) -> Any:
+    """Return a param group in which the weights of modules are their stand-ins."""
+    params = param_group.get("params") if isinstance(param_group, dict) else None
+    if isinstance(params, WholeTable):
+        return {**param_group, "params": [params.stand_in]}
+    if params is None or isinstance(params, Tensor | set):
+        return param_group
+    listed = [_held_for(param) for param in params]
+    return {**param_group, "params": listed}
+
+
+def _held_for(param: Any) -> Any:
+    if isinstance(param, WholeTable):
+        return param.stand_in
+    if isinstance(param, tuple) and len(param) == 2 and isinstance(param[1], WholeTable):
+        return param[0], param[1].stand_in
+    return param
 
 
 def note_stand_ins(optimizer: Optimizer) -> None:
@@ -84,9 +104,16 @@ def note_stand_ins(optimizer: Optimizer) -> None:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if any(isinstance(param, StandIn) for param in params):
-        _with_stand_ins.add(optimizer)
+        _include(optimizer)
         for owner, groups in _held_by(optimizer):
             owner.hold(optimizer, groups)
+
+
+def _include(optimizer: Optimizer) -> None:
+    """Let the state dict of an optimizer that holds stand-ins have the state of their rows."""
+    if optimizer not in _with_stand_ins and not isinstance(optimizer, RowOptimizer):
+        _with_stand_ins.add(optimizer)
+        include_rows(optimizer)
 
 
 def known_rule(stand_ins: StandIns, idle: str | None) -> RowRule | None:
@@ -134,7 +161,7 @@ class TorchSteps:
         if optimizer in self._holders:
             return
         self._holders.add(optimizer)
-        include_rows(optimizer)
+        _include(optimizer)
         if not self._is_known:
             with suppress(NoRule):
                 self._use(optimizer, self._rules(optimizer, groups))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 _MESSAGE = (
     "{name} changes the weight of a hotrow module in place, but what it changes is a copy, so "
@@ -18,9 +19,10 @@ _MESSAGE = (
 )
 # What is known without reading a row.
 _FACTS = {"shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda", "is_sparse"}
-_FACTS |= {"is_leaf", "is_meta", "is_quantized", "is_nested", "itemsize", "nbytes", "grad", "names"}
+_FACTS |= {"is_leaf", "is_meta", "is_quantized", "is_nested", "itemsize", "nbytes", "names"}
 _FACTS |= {"size", "dim", "numel", "nelement", "ndimension", "is_floating_point", "is_complex"}
-_NOT_IN_PLACE = {"__index__", "__int__", "__invert__", "__iter__"}
+_NO_OPERATORS = {"__index__", "__int__", "__invert__", "__iter__"}
+_HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 _FACTS |= {"element_size", "get_device", "__len__", "__hash__"}
 
 
@@ -30,8 +32,9 @@ class CopiedRows(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        target = kwargs.get("out", args[0] if args and _changes_its_first(name) else None)
-        if isinstance(target, CopiedRows):
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        targets = [kwargs.get("out"), first if _changes_its_first(name) else None]
+        if any(isinstance(x, CopiedRows) for x in tree_leaves(targets)):
             owner = _owner_of(func)
             raise RuntimeError(_MESSAGE.format(name=f"assigning to .{owner}" if owner else name))
         read: list[Tensor] = []
@@ -39,6 +42,8 @@ class CopiedRows(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*plain[0], **plain[1])
             memory = {tensor.untyped_storage().data_ptr() for tensor in read}
+            if name in ("numpy", "__array__"):
+                result.flags.writeable = False
             return tree_map(lambda x: _protected(x, memory), result)
 
 
@@ -47,8 +52,9 @@ class Source:
     """Where the rows of a table come from."""
 
     read: Callable[[], Tensor]  # all rows
-    look_up: Callable[[Tensor], Tensor]  # those of ids
-    freeze: Callable[[bool], Any]  # as `requires_grad_`
+    # Those of ids, without a gradient for one of them; None: all rows must be read.
+    look_up: Callable[[Tensor, int | None], Tensor | None]
+    stand_in: nn.Parameter  # has the table's gradient, and whether rows are trained
 
 
 class WholeTable(CopiedRows):
@@ -57,14 +63,18 @@ class WholeTable(CopiedRows):
     _source: Source
 
     @staticmethod
-    def of(
-        shape: tuple[int, int], device: torch.device, source: Source, *, requires_grad: bool
-    ) -> WholeTable:
+    def of(shape: tuple[int, int], device: torch.device, source: Source) -> WholeTable:
+        trained = source.stand_in.requires_grad
         table: WholeTable = Tensor._make_wrapper_subclass(
-            WholeTable, shape, dtype=torch.float32, device=device, requires_grad=requires_grad
+            WholeTable, shape, dtype=torch.float32, device=device, requires_grad=trained
         )
         table._source = source
         return table
+
+    @property
+    def stand_in(self) -> nn.Parameter:
+        """What optimizers hold for this table."""
+        return self._source.stand_in
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,13 +83,24 @@ class WholeTable(CopiedRows):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if name == "requires_grad_" or (name == "__set__" and owner == "requires_grad"):
-            args[0]._source.freeze(*args[1:], **(kwargs or {}))
+            with torch._C.DisableTorchFunctionSubclass():
+                func(*args, **(kwargs or {}))
+            args[0].stand_in.requires_grad_(*args[1:], **(kwargs or {}))
             return args[0]
-        if func is functional.embedding:
-            given = dict(zip(("input", "weight"), args, strict=False)) | (kwargs or {})
-            if len(args) <= 2 and set(given) == {"input", "weight"}:  # as nn.Embedding looks up
-                return given["weight"]._source.look_up(given["input"])
-        return super().__torch_function__(func, types, args, kwargs)
+        if owner == "grad":  # what clips gradients finds the table's here
+            return func(args[0].stand_in, *args[1:])
+        if name in _HOOKS:
+            raise RuntimeError(
+                f"{name}: the gradient of a table of hotrow is not one tensor, so no hook of its "
+                "weight is called; register hooks on the vectors that a lookup returns"
+            )
+        if func is functional.embedding and len(args) <= 2:
+            vectors = _looked_up(*args, **(kwargs or {}))
+            if vectors is not None:
+                return vectors
+        is_apart = name == "detach" or (name == "__get__" and owner == "data")
+        with torch.no_grad() if is_apart else nullcontext():
+            return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -91,6 +112,21 @@ class WholeTable(CopiedRows):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"weight of a hotrow module, {list(self.shape)} on {self.device}"
+
+
+def _looked_up(
+    input: Tensor,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor | None:
+    """Return what `functional.embedding` does; None: only the whole table can."""
+    if max_norm is not None or scale_grad_by_freq or not isinstance(weight, WholeTable):
+        return None
+    return weight._source.look_up(input, padding_idx)
 
 
 def _as_read(value: Any, read: list[Tensor]) -> Any:
@@ -119,8 +155,7 @@ def _owner_of(func: Any) -> str:
 def _changes_its_first(name: str) -> bool:
     if name in ("__setitem__", "__set__"):
         return True
-    is_operator = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
-    is_operator = is_operator and name != "__iter__"
+    is_operator = name.startswith("__i") and name not in _NO_OPERATORS
     return is_operator or (
         name.endswith("_") and not name.endswith("__") and name != "retain_grad_"
     )

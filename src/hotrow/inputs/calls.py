@@ -58,6 +58,10 @@ class Call:
 
     def check_offsets(self) -> None:
         """Raise if offsets are not those of bags; waits for a device."""
+        if self.offsets is not None and self.has_end and not len(self.offsets):
+            raise ValueError(
+                f"module {self.table!r}: with include_last_offset there is at least one offset"
+            )
         if self.offsets is None or not len(self.offsets):
             return
         edges = torch.cat([self.offsets.long(), self.offsets.new_tensor([self.ids.numel()])])
@@ -82,6 +86,7 @@ class JoinedCalls:
         """`whole`: a tensor whose columns are what the tables are called with, in their order."""
         self.calls, self._whole = tuple(calls), whole
         self._batch: Batch | None = None
+        self._offsets: dict[int, Tensor] = {}  # of calls on a CPU, as they were joined
 
     def again(self) -> JoinedCalls:
         """Return the same calls, to be joined as they are now."""
@@ -98,9 +103,12 @@ class JoinedCalls:
 
     def as_batch(self, columns: tuple[str, ...]) -> Batch:
         """Return the batch, whose features are named like their tables. Its memory is its own, but
-        for `whole`."""
+        for `whole` on a GPU."""
         if self._batch is None:
             self._batch = self._dense(columns) if self.is_dense(columns) else self._jagged(columns)
+            for number, call in enumerate(self.calls):
+                if call.offsets is not None and call.offsets.device.type == "cpu":
+                    self._offsets[number] = call.offsets.clone()
         return self._batch
 
     def is_dense(self, columns: tuple[str, ...]) -> bool:
@@ -114,6 +122,8 @@ class JoinedCalls:
         if values is None:
             by_table = {call.table: call.ids.reshape(-1) for call in self.calls}
             values = torch.stack([by_table[name] for name in columns], 1)
+        elif values.device.type == "cpu":
+            values = values.clone()  # what the user changes later is noticed by comparing
         return Batch(values.long(), None, columns, len(values))
 
     def _jagged(self, columns: tuple[str, ...]) -> Batch:
@@ -144,10 +154,18 @@ class JoinedCalls:
 
     def is_as_joined(self, columns: tuple[str, ...]) -> bool:
         """Whether the tensors of all calls still have the ids that were joined; reads them."""
-        return all(
-            torch.equal(call.ids.reshape(-1), self.ids_of(number, columns).to(call.ids.dtype))
-            for number, call in enumerate(self.calls)
-        )
+        return all(self.equals(number, call, columns) for number, call in enumerate(self.calls))
+
+    def equals(self, number: int, call: Call, columns: tuple[str, ...]) -> bool:
+        """Whether a call has the ids, and the offsets, that one of these had when it was joined;
+        reads them. Offsets of a GPU are not compared."""
+        ids = self.ids_of(number, columns)
+        if not torch.equal(call.ids.reshape(-1).to(ids), ids):
+            return False
+        offsets = self._offsets.get(number)
+        if offsets is None or call.offsets is None:
+            return True
+        return torch.equal(call.offsets.to(offsets), offsets)
 
     def part_of(self, number: int, columns: Sequence[str]) -> int:
         """Return which part of the lookups of `columns`, tables of one width, a call is."""
