@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from hotrow.cli import make_app
@@ -17,6 +19,7 @@ from hotrow.support import toml
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOTEBOOKS = sorted((ROOT / "docs").glob("*.ipynb"))
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -44,6 +47,22 @@ def test_the_blocks_of_a_page_run_as_printed(
             (tmp_path / name[1]).write_text(block)
     for run in tmp_path.glob("runs/*"):  # a first run must not end in a warning about chunks
         assert read_run(run).summary.chunked_batches == 0
+
+
+@pytest.mark.parametrize("page", NOTEBOOKS, ids=lambda page: page.name)
+def test_the_cells_of_a_notebook_run_in_order(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    threads = torch.get_num_threads()
+    try:
+        for place, cell in enumerate(json.loads(page.read_text())["cells"]):
+            if cell["cell_type"] == "code":
+                assert not cell["outputs"], "clear the outputs before you commit"
+                exec(compile("".join(cell["source"]), f"{page.name}, cell {place}", "exec"), names)
+    finally:
+        torch.set_num_threads(threads)  # a notebook may choose
 
 
 def test_the_run_file_in_the_guide_has_the_defaults(tmp_path: Path) -> None:
