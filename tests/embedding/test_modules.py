@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import hotrow
 
-ROWS, DIM = 60, 4
+ROWS, DIM = 200, 4
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.3),
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, initial_accumulator_value=0.01),
@@ -23,7 +23,7 @@ DTYPES = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 SHAPES: list[tuple[int, ...]] = [(), (7,), (3, 5), (2, 3, 4), (0,), (0, 3), (2, 0)]
 
 
-def ids_of(*shape: int, seed: int = 0, rows: int = ROWS) -> Tensor:
+def ids_of(*shape: int, seed: int = 0, rows: int = 100) -> Tensor:
     draw = torch.Generator().manual_seed(seed)
     return torch.randint(0, rows, shape, generator=draw)
 
@@ -81,7 +81,7 @@ def test_arguments_have_the_order_and_the_defaults_of_torch(kind: str) -> None:
         ({"scale_grad_by_freq": True}, "scale_grad_by_freq is not supported; divide the loss"),
         ({"dtype": torch.float64}, "rows are float32, not torch.float64"),
         ({"padding_idx": ROWS}, f"padding_idx {ROWS} is outside the {ROWS} rows"),
-        ({"padding_idx": -ROWS - 1}, "padding_idx -61 is outside"),
+        ({"padding_idx": -ROWS - 1}, "padding_idx -201 is outside"),
     ],
 )
 def test_arguments_without_a_rule_are_refused(
@@ -95,7 +95,7 @@ def test_arguments_without_a_rule_are_refused(
 def test_other_modes_and_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="mode must be one of sum, mean, max, not 'median'"):
         hotrow.EmbeddingBag(ROWS, DIM, mode="median")
-    with pytest.raises(ValueError, match=r"weights have shape \[2, 4\], and the table \[60, 4\]"):
+    with pytest.raises(ValueError, match=r"weights have shape \[2, 4\], and the table \[200, 4\]"):
         hotrow.Embedding(ROWS, DIM, _weight=torch.zeros(2, DIM))
 
 
@@ -120,6 +120,8 @@ def test_embeddings_train_as_those_of_torch(maker: str, padding_idx: int | None)
     assert ours.padding_idx == plain.padding_idx
     shapes = [shape for shape in SHAPES if 0 not in shape]
     calls = [(ids_of(*shape, seed=seed),) for seed, shape in enumerate([*shapes, (9,)])]
+    if padding_idx is not None and maker == "SparseAdam":
+        calls = [call for call in calls if call[0].dim()]  # torch's own sparse gradient fails
     padding = torch.tensor([3, 0, ROWS - 1, 0])
     assert_trains_alike(ours, plain, [*calls, (padding,), calls[1]], maker)
 
@@ -170,8 +172,11 @@ def test_weights_of_samples_are_trained_too(form: str) -> None:
         weights[1].copy_(weights[0])
         for module, of_samples in zip((ours, plain), weights, strict=True):
             of_samples.requires_grad_()
+            optimizer = MAKERS["SGD"](module.parameters())
             bags = module(ids, rest[0] if rest else None, of_samples)
             bags.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
         torch.testing.assert_close(weights[0].grad, weights[1].grad)
         assert_trains_alike(*pair("EmbeddingBag", mode="sum", **options), [
             (ids, rest[0] if rest else None, weights[0].detach())
@@ -239,7 +244,7 @@ def test_rows_start_by_a_function_of_their_numbers() -> None:
 
     module = hotrow.Embedding(ROWS, DIM, budget="90%", init=start)
     expected = start(torch.arange(ROWS))
-    assert torch.equal(module(torch.tensor([5, 59, 0])).detach(), expected[[5, 59, 0]])
+    assert torch.equal(module(torch.tensor([5, 199, 0])).detach(), expected[[5, 199, 0]])
     assert torch.equal(module.state_dict()["weight"], expected)
 
 
