@@ -8,6 +8,8 @@ out of fast memory.
 from __future__ import annotations
 
 import copy
+import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -526,3 +528,293 @@ def test_a_converted_model_means_what_the_plain_one_means(name: str, maker: str)
 
 def hotrow_modules(model: nn.Module) -> list[Any]:
     return [x for x in model.modules() if isinstance(x, hotrow.Embedding | hotrow.EmbeddingBag)]
+
+
+# -- what is refused -------------------------------------------------------------------------
+
+
+def trained(model: Net, **options: Any) -> Run:
+    run = Run(model, MAKERS["SGD"])
+    run.train(run.loss(next(batches(1)), **options))
+    return run
+
+
+def in_other_hands(model: Net) -> None:
+    """As EMA weights are evaluated."""
+    weights = {name: x * 0.5 for name, x in model.state_dict().items()}
+    torch.func.functional_call(model, weights, (next(batches(1)),))
+
+
+def tie_to_another(model: Net) -> None:
+    model.a.weight = nn.Parameter(torch.zeros(300, 8))
+
+
+def write_rows(model: Net) -> None:
+    with torch.no_grad():
+        model.a.weight[3] = 0.0
+
+
+def write_by_lists(model: Net) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_([model.a.weight, model.b.weight], 0.9)
+
+
+def moves_late(model: Net) -> None:
+    trained(model)
+    modules = hotrow_modules(model)
+    modules[0].tables.move_to(torch.device("cuda:7"))
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "deepcopy": (copy.deepcopy, "cannot be copied.*before hotrow.convert"),
+    "pickle": (pickle.dumps, r"cannot be pickled; save state_dict\(\), or.*revert"),
+    "half": (lambda model: model.half(), "rows are float32 and cannot become torch.float16.*auto"),
+    "double": (lambda model: model.double(), "float32 and cannot become torch.float64"),
+    "meta": (lambda model: model.to("meta"), "device 'meta' is not supported"),
+    "functional_call": (in_other_hands, "replaced by another tensor, as torch.func.functional_c"),
+    "parametrized": (
+        lambda model: nn.utils.parametrizations.weight_norm(model.a),
+        "replaced by another tensor",
+    ),
+    "another parameter": (tie_to_another, r"load_weights\(0, weights\), or hotrow.revert"),
+    "no parameter": (lambda model: setattr(model.top, "weight", model.a.weight), "."),
+    "hook": (lambda model: model.a.weight.register_hook(print), "register hooks on the vectors"),
+    "initialises": (
+        lambda model: nn.init.xavier_uniform_(model.a.weight),
+        "in place.*init=.*load_weights",
+    ),
+    "initialises by data": (lambda model: model.a.weight.data.normal_(), "init=.*load_weights"),
+    "a view of data": (lambda model: model.a.weight.data[0].zero_(), "init=.*load_weights"),
+    "data is replaced": (
+        lambda model: setattr(model.a.weight, "data", torch.zeros(300, 8)),
+        "assigning to .data.*init=.*load_weights",
+    ),
+    "a row": (write_rows, "__setitem__ changes.*init=.*load_weights"),
+    "lists": (write_by_lists, "_foreach_mul_ changes.*load_weights"),
+    "out": (
+        lambda model: torch.mul(torch.zeros(300, 8), 2, out=model.a.weight),
+        "mul changes.*load_weights",
+    ),
+    "numpy": (lambda model: model.a.weight.data.numpy().fill(0), "read-only"),
+    "whole table": (
+        lambda model: model.c.weight.sum(),
+        r"one tensor takes .* budget .*module\(ids",
+    ),
+    "resets": (lambda model: model.a.reset_parameters(), "rows start by init="),
+    "negative id": (lambda model: model.a(torch.tensor([4, -1])), "id -1 is outside table 'a'"),
+    "too large": (lambda model: model.c(torch.tensor([[250]])), "id 250 is outside table 'c'"),
+    "too large in evaluation": (
+        lambda model: torch.no_grad()(model.b)(torch.tensor(200)),
+        "id 200 is outside",
+    ),
+    "floats": (lambda model: model.a(torch.tensor([1.0])), "ids must be int64"),
+    "offsets begin late": (lambda model: model.c(torch.arange(3), torch.tensor([1])), "start at 0"),
+    "offsets fall": (
+        lambda model: model.c(torch.arange(3), torch.tensor([0, 2, 1])),
+        "must not fall",
+    ),
+    "no offsets": (lambda model: model.c(torch.arange(3)), "offsets say where bags begin"),
+    "weights of means": (
+        lambda model: model.c(torch.ones(2, 2).long(), None, torch.ones(2, 2)),
+        "per_sample_weights work with mode='sum' only",
+    ),
+    "moves late": (moves_late, "trained on cpu, and their fast memory cannot move"),
+    "wrong shape": (
+        lambda model: model.load_state_dict({**model.state_dict(), "a.weight": torch.ones(2, 8)}),
+        r"a.weight: its shape is \[2, 8\], the table's \[300, 8\]",
+    ),
+    "missing weight": (
+        lambda model: model.a.load_state_dict({}),
+        "Missing key.*weight",
+    ),
+    "unknown weight": (
+        lambda model: model.a.load_state_dict({"weight": torch.ones(300, 8), "bias": 1}),
+        "Unexpected key.*bias",
+    ),
+    "another Adam": (
+        lambda model: torch.optim.Adam(trained(model).model.parameters()).step(),
+        "Adam moves rows in every step.*SparseAdam",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_converted_modules_cannot_do_is_refused(case: str) -> None:
+    function, match = REFUSED[case]
+    model = converted(Net())
+    if case == "moves late":
+        with pytest.raises((RuntimeError, ValueError), match=f"{match}|CUDA|cuda"):
+            function(model)
+        return
+    before = model.state_dict() if case != "another Adam" else {}
+    with pytest.raises((TypeError, ValueError, RuntimeError, AttributeError), match=match):
+        function(model)
+    if case not in ("no parameter", "parametrized", "double", "half", "meta", "unknown weight"):
+        again = model.state_dict()
+        assert all(torch.equal(again[key], value) for key, value in before.items())
+
+
+# -- what is converted -------------------------------------------------------------------------
+
+
+def reasons(model: nn.Module, capsys: pytest.CaptureFixture[str], **options: Any) -> str:
+    hotrow.convert(model, 0, strategy="all-fast", **options)
+    return " ".join(capsys.readouterr().out.split())
+
+
+class Holder:
+    def __init__(self, *weights: Tensor) -> None:
+        self.weights = list(weights)
+
+
+def tied(model: Net) -> Any:
+    layer = nn.Linear(8, 300)
+    layer.weight = model.a.weight
+    return layer
+
+
+LEFT: dict[str, tuple[Callable[[Net], Any], str]] = {
+    "tied inside": (lambda model: setattr(model, "out", tied(model)), "also that of out.weight"),
+    "tied outside": (tied, "also that of a Linear outside of this model"),
+    "a list": (
+        lambda model: setattr(model, "penalised", [model.a.weight]),
+        "held in Net.penalised",
+    ),
+    "an object": (
+        lambda model: setattr(model, "penalty", Holder(model.a.weight)),
+        "held in Net.penalty",
+    ),
+    "max_norm": (lambda model: setattr(model.a, "max_norm", 1.0), "max_norm changes rows"),
+    "frequency": (lambda model: setattr(model.a, "scale_grad_by_freq", True), "scale_grad_by"),
+    "double": (lambda model: model.a.double(), "rows are float32, not torch.float64"),
+    "meta": (lambda model: model.a.to("meta"), "meta device"),
+    "parametrized": (
+        lambda model: nn.utils.parametrizations.weight_norm(model.a),
+        "its weight is computed",
+    ),
+    "hooks": (
+        lambda model: model.a.weight.register_hook(lambda grad: grad),
+        "hooks are registered",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_tables_that_cannot_be_converted_are_left_with_the_reason(
+    case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    change, reason = LEFT[case]
+    model = Net()
+    kept = change(model)
+    weight = model.a.weight
+    assert reason in reasons(model, capsys)
+    assert type(model.a).__module__.startswith("torch")
+    assert case in ("parametrized",) or model.a.weight is weight
+    assert isinstance(model.b, hotrow.Embedding)
+    assert isinstance(model.c, hotrow.EmbeddingBag)
+    del kept
+
+
+def test_lists_of_weights_can_hold_stand_ins(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Net()
+    model.penalised = [model.a.weight, {"x": (model.b.weight,)}]  # type: ignore[assignment]
+    model.penalty = Holder(model.c.weight)  # type: ignore[assignment]
+    converted(model, held="replace")
+    assert model.penalised[0] is model.a._parameters["weight"]
+    assert model.penalised[1]["x"][0] is model.b._parameters["weight"]
+    assert not isinstance(model.c, hotrow.EmbeddingBag)  # objects are not searched through
+    with pytest.raises(RuntimeError, match="stands for table 'a'"):
+        model.penalised[0].square().sum().backward()
+
+
+def test_one_weight_is_refused_if_one_of_its_modules_is() -> None:
+    model = Net()
+    model.other = nn.Embedding(300, 8, max_norm=1.0)
+    model.other.weight = model.a.weight
+    converted(model)
+    assert type(model.a) is nn.Embedding
+    assert model.a.weight is model.other.weight
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_an_optimizer_and_its_state_move_there_and_back(maker: str) -> None:
+    """Three steps as a plain model, three converted, and three as a plain one again."""
+    models = [Net(sparse=maker == "SparseAdam") for _ in range(2)]
+    runs = [Run(model, MAKERS[maker]) for model in models]
+    draw = list(batches(9))
+    for number, ids in enumerate(draw):
+        if number == 3:
+            optimizers = runs[0].optimizers
+            converted(models[0], maker, optimizer=optimizers)
+            held = {id(p) for x in optimizers for g in x.param_groups for p in g["params"]}
+            assert held == {id(x) for x in models[0].parameters()}
+        if number == 6:
+            hotrow.revert(models[0], optimizer=runs[0].optimizers)
+            assert [type(x) for x in models[0].children()] == [
+                type(x) for x in models[1].children()
+            ]
+        found, expected = (run.train(run.loss(ids)) for run in runs)
+        assert_alike(runs[0], runs[1], found, expected)
+    one, other = (run.optimizers[0].state_dict()["state"] for run in runs)
+    assert one.keys() == other.keys()
+    for place in other:
+        assert one[place].keys() == other[place].keys()
+        for key, value in other[place].items():
+            assert torch.allclose(
+                torch.as_tensor(one[place][key]), torch.as_tensor(value), atol=1e-5
+            )
+
+
+def test_optimizers_that_were_forgotten_are_refused() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="a SGD already holds the weight of 'a'"):
+        converted(model)
+    converted(model, optimizer=optimizer)
+    hotrow.revert(model)
+    model(next(batches(1))).sum().backward()
+    with pytest.raises(RuntimeError, match=r"made plain.*revert\(model, optimizer=optimizer\)"):
+        optimizer.step()
+
+
+def test_a_converted_model_and_a_plain_one_exchange_state_dicts() -> None:
+    plain, model = Net(), converted(Net())
+    with torch.no_grad():
+        plain.a.weight.add_(1.0)
+    assert str(model.load_state_dict(plain.state_dict())) == "<All keys matched successfully>"
+    assert torch.equal(model(next(batches(1))), plain(next(batches(1))))
+    trained(model)
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(plain.a.weight, model.a.weight.data)
+
+
+@pytest.mark.parametrize("name", ["ordinary", "called_twice", "accumulation", "not_always_called"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_bits_do_not_depend_on_strategy_or_budget(name: str, ahead: bool) -> None:
+    """With ahead, the pass reads other batches than it trains: what is planned is not used."""
+    ends = []
+    for strategy in ("all-fast", "lookahead", "uncached", "static", "lru", "scratchpipe"):
+        for budget in ("60%", "110%") if strategy != "all-fast" else ("1%",):
+            model = converted(Net(), strategy=strategy, budget=budget)
+            run = Run(model, MAKERS["Adagrad"])
+            stream = hotrow.ahead([batch(run._draw) for _ in range(30)], model) if ahead else None
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                for _ in PROGRAMS[name][0](run):
+                    if stream is not None:
+                        next(stream)
+            ends.append(list(model.state_dict().values()))
+    assert all(torch.equal(x, y) for end in ends for x, y in zip(end, ends[0], strict=True))
+
+
+def test_a_model_moves_before_its_first_step_and_not_after() -> None:
+    model = converted(Net())
+    tables = model.a.tables
+    model.a(torch.tensor([1]))
+    before = model.state_dict()
+    built = tables.collection
+    tables.stand_ins.move_to(torch.device("cpu"))
+    model.to("cpu")
+    assert tables.collection is built  # nothing to do
+    assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())

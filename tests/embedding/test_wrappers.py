@@ -49,7 +49,7 @@ REFUSED: dict[str, tuple[Callable[[Model], Any], str]] = {
     "torch.save": (lambda m: torch.save(m, io.BytesIO()), "a collection cannot be pickled"),
     "replicas": (
         lambda m: m.rows._replicate_for_data_parallel(),  # what nn.DataParallel calls
-        "nn.DataParallel would copy the collection to several GPUs",
+        "nn.DataParallel would copy a collection to several GPUs",
     ),
     "vmap": (lambda m: torch.func.vmap(lambda x: m(x.view(1, 2)))(IDS), FUNC),
     "vmap, eval": (lambda m: torch.func.vmap(lambda x: m.eval()(x.view(1, 2)))(IDS), FUNC),
@@ -85,6 +85,45 @@ def test_what_cannot_work_is_refused_in_one_sentence(name: str) -> None:
     assert torch.equal(weights(model), before)
     model.train()(IDS).sum().backward()  # and the model still trains
     assert not torch.equal(weights(model), before)
+
+
+def converted() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 1))
+    return hotrow.convert(model, "100%", strategy="all-fast", show=False)
+
+
+MODULE = "a module with hotrow's rows cannot be "
+OF_MODULES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "deepcopy": (copy.deepcopy, MODULE + "copied: its tables"),
+    "copy": (lambda m: copy.copy(m[0]), MODULE + "copied: two of them"),
+    "pickle": (pickle.dumps, MODULE + "pickled"),
+    "replicas": (lambda m: m[0]._replicate_for_data_parallel(), "nn.DataParallel would copy a mod"),
+    "vmap": (lambda m: torch.func.vmap(lambda x: m(x.view(1)))(IDS[0]), FUNC),
+    "trace": (lambda m: torch.jit.trace(m, (IDS,)), TRACE),
+    "trace, eval": (lambda m: torch.jit.trace(m.eval(), (IDS,), check_trace=False), TRACE),
+    "script": (torch.jit.script, MODULE + "compiled by torch.jit.script"),
+    "export": (lambda m: torch.export.export(m, (IDS,)), "torch.export cannot store rows; save"),
+    "fx": (torch.fx.symbolic_trace, "torch.fx cannot trace lookups; trace the part"),
+    "other weights": (
+        lambda m: torch.func.functional_call(m, {"0.weight": torch.zeros(20, 4)}, (IDS,)),
+        "was replaced by another tensor, as torch.func.functional_call does",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OF_MODULES)
+def test_converted_modules_refuse_it_in_one_sentence(name: str) -> None:
+    model, (use, message) = converted(), OF_MODULES[name]
+    before = model.state_dict()["0.weight"]
+    with pytest.raises((TypeError, RuntimeError), match=message):
+        use(model)
+    assert torch.equal(model.state_dict()["0.weight"], before)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.train()(IDS).sum().backward()  # and the model still trains
+    optimizer.step()
+    assert not torch.equal(model.state_dict()["0.weight"], before)
 
 
 @pytest.mark.parametrize("update", ["backward", "step"])
@@ -147,3 +186,10 @@ def test_distributed_data_parallel_does_not_lose_the_updates_of_stand_ins() -> N
     model(IDS).sum().backward()
     optimizer.step()
     assert not torch.equal(weights(model), before)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_converted_modules_refuse_distributed_data_parallel() -> None:
+    wrapped = nn.parallel.DistributedDataParallel(converted())
+    with pytest.raises(RuntimeError, match="DistributedDataParallel replaces the gradients"):
+        wrapped(IDS)

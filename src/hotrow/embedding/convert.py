@@ -6,7 +6,8 @@ import gc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, TypeVar
+from types import ModuleType
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,9 @@ AnyModel = TypeVar("AnyModel", bound=nn.Module)
 Optimizers = Optimizer | Sequence[Optimizer] | None
 _PLAIN = (nn.Embedding, nn.EmbeddingBag)
 HELD = ("leave", "replace")
+_DEPTH = 6  # of containers in which weights are searched for
+_INSIDE = " (inside of an object)"
+_LOOKED_AT_APART = (nn.Module, Optimizer, ModuleType, type, str, int, float)
 
 
 @dataclass
@@ -78,8 +82,9 @@ def convert(
         raise ValueError(f"held must be one of {', '.join(HELD)}, not {held!r}")
     given = _listed(optimizer)
     tables = list(_tables_of(model).values())
+    holders = _Holders(model, tables)
     for table in tables:
-        table.reason = _why_left(model, table, held)
+        table.reason = _why_left(table, holders, held)
     chosen = [table for table in tables if table.reason is None]
     _refuse_other_optimizers(chosen, given)
     if chosen:
@@ -118,9 +123,21 @@ def revert(model: AnyModel, *, optimizer: Optimizers = None) -> AnyModel:
         for each in _listed(optimizer):
             each.state.pop(stand_in, None)
             _exchange(each, {id(stand_in): weight})
-            if id(each) in states:
-                each.state[weight] = _as_torch(each, states[id(each)], weight)
+            state = _as_torch(each, states[id(each)], weight) if id(each) in states else {}
+            if state:
+                each.state[weight] = state
+        stand_in.owner = _Reverted
     return model
+
+
+class _Reverted:
+    """What an optimizer finds that still holds tables which are plain again."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError(
+            "this optimizer holds tables that hotrow.revert() has made plain, and would not train "
+            "them: give it to hotrow.revert(model, optimizer=optimizer), or make a new one"
+        )
 
 
 # -- what to convert -------------------------------------------------------------------------
@@ -136,7 +153,7 @@ def _tables_of(model: nn.Module) -> dict[int, _Table]:
     return tables
 
 
-def _why_left(model: nn.Module, table: _Table, held: str) -> str | None:
+def _why_left(table: _Table, holders: _Holders, held: str) -> str | None:
     """Return why a table stays as it is; None: it can be converted."""
     module, weight = table.module, table.weight
     if module._parameters.get("weight") is not weight:
@@ -146,51 +163,80 @@ def _why_left(model: nn.Module, table: _Table, held: str) -> str | None:
     forms = {(type(x), getattr(x, "mode", None), x.padding_idx) for x in table.modules.values()}
     if len(forms) > 1:
         return "modules of different kinds share its weight"
-    reason = why_unsupported(module.max_norm, module.scale_grad_by_freq, weight.dtype)
-    if reason is not None:
-        return reason
-    places = _places_of(model, table)
-    tied = [place for place, is_parameter in places if is_parameter]
-    if tied:
-        return f"its weight is also that of {few(tied)}"
-    if places and held == "leave":
+    part: Any
+    for part in table.modules.values():
+        reason = why_unsupported(part.max_norm, part.scale_grad_by_freq, weight.dtype)
+        if reason is not None:
+            return reason
+    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+        return "hooks are registered on its weight, which would not be called any more"
+    if id(weight) in holders.parameters:
+        return f"its weight is also that of {few(holders.parameters[id(weight)])}"
+    places = holders.places.get(id(weight), [])
+    if held == "replace":  # done in lists, tuples and dicts, not in other objects
+        places = [place for place in places if place.endswith(_INSIDE)]
+    if places:
         return (
-            f"its weight is also held in {few([place for place, _ in places])}, which would go on "
-            "with the old weight; drop it there, or see held='replace'"
+            f"its weight is also held in {few(places)}, which would go on with the old weight; "
+            "drop it there, or see held='replace'"
         )
     return None
 
 
-def _places_of(model: nn.Module, table: _Table) -> list[tuple[str, bool]]:
-    """Return where else a weight is held, and whether that is a parameter of a module."""
-    places: dict[str, bool] = {}
-    own = {id(module) for module in table.modules.values()}
-    for path, module in model.named_modules():
-        prefix = f"{path or type(model).__name__}."
-        for name, parameter in module._parameters.items():
-            if parameter is table.weight and not (id(module) in own and name == "weight"):
-                places[prefix + name] = True
-        for name, value in vars(module).items():
-            if name not in ("_parameters", "_buffers", "_modules") and _holds(value, table.weight):
-                places[prefix + name] = False
-    return list(places.items())
+class _Holders:
+    """Where tensors are held, by their identity."""
+
+    def __init__(self, model: nn.Module, tables: Iterable[_Table]) -> None:
+        own = {id(module) for table in tables for module in table.modules.values()}
+        named = {id(module): path or type(model).__name__ for path, module in model.named_modules()}
+        self.parameters: dict[int, list[str]] = {}  # of modules, but weights of the tables
+        self.places: dict[int, list[str]] = {}  # other attributes of modules of the model
+        outside = [x for x in _alive(nn.Module) if id(x) not in named]
+        for module in (*model.modules(), *outside):
+            for name, parameter in vars(module).get("_parameters", {}).items():
+                if not (id(module) in own and name == "weight"):
+                    path = named.get(id(module), f"a {type(module).__name__} outside of this model")
+                    self.parameters.setdefault(id(parameter), []).append(f"{path}.{name}")
+        for module in model.modules():
+            for name, value in vars(module).items():
+                if name not in ("_parameters", "_buffers", "_modules"):
+                    self._note(value, f"{named[id(module)]}.{name}", set(), _DEPTH)
+
+    def _note(self, value: Any, place: str, seen: set[int], depth: int) -> None:
+        """Note the tensors below a value."""
+        if isinstance(value, Tensor):
+            self.places.setdefault(id(value), []).append(place)
+            return
+        if id(value) in seen or not depth or isinstance(value, _LOOKED_AT_APART):
+            return
+        seen.add(id(value))
+        if isinstance(value, dict):
+            parts: Any = value.values()
+        elif isinstance(value, list | tuple | set | frozenset):
+            parts = value
+        else:
+            parts = getattr(value, "__dict__", {}).values()
+            place = place.removesuffix(_INSIDE) + _INSIDE
+        for part in parts:
+            self._note(part, place, seen, depth - 1)
 
 
-def _holds(value: Any, weight: Tensor, depth: int = 6) -> bool:
-    if value is weight:
-        return True
-    if not depth or not isinstance(value, dict | list | tuple | set | frozenset):
-        return False
-    parts = value.values() if isinstance(value, dict) else value
-    return any(_holds(part, weight, depth - 1) for part in parts)
+def _alive(kind: type) -> list[Any]:
+    """Return all objects of a class. Their `__class__` may be a pretence, and cost something."""
+    return [x for x in gc.get_objects() if issubclass(type(x), kind)]
 
 
 def _refuse_other_optimizers(tables: Sequence[_Table], given: Sequence[Optimizer]) -> None:
     """Raise if an optimizer holds a weight that will be one no more."""
     weights = {id(table.weight): table.name for table in tables}
-    for other in [x for x in gc.get_objects() if issubclass(type(x), Optimizer)]:
-        if any(other is x for x in given):
-            continue
+
+    def holding() -> list[Optimizer]:
+        held = ((x, p) for x in _alive(Optimizer) for g in x.param_groups for p in g["params"])
+        return [x for x, param in held if id(param) in weights and not any(x is y for y in given)]
+
+    if holding():
+        gc.collect()  # some may be garbage
+    for other in holding():
         for group in other.param_groups:
             names = [weights[id(x)] for x in group["params"] if id(x) in weights]
             if names:
@@ -245,7 +291,7 @@ def _config(table: _Table) -> Any:
 def _device_of(model: nn.Module, chosen: Sequence[_Table]) -> torch.device:
     converted = {id(table.weight) for table in chosen}
     others = (x.device for x in model.parameters() if id(x) not in converted)
-    return next(others, chosen[0].weight.device)
+    return next((x for x in others if x.type != "meta"), chosen[0].weight.device)
 
 
 @cache

@@ -148,6 +148,10 @@ class IdSources:
         return self._candidates is not None and all(len(x) < 2 for x in self._candidates)
 
     @property
+    def has_functions(self) -> bool:
+        return bool(self._functions)
+
+    @property
     def are_known(self) -> bool:
         return self._candidates is not None
 
@@ -200,7 +204,7 @@ def _holds(candidate: tuple[Any, Any], call: Call, batch: Any) -> bool:
 def _whole(sources: Sequence[CallSource], calls: Sequence[Call], batch: Any) -> Tensor | None:
     """Return the tensor whose columns are the ids of all calls, in their order; None: there is
     none."""
-    if len(calls) < len(sources) or not all(call.is_single for call in calls):
+    if not calls or len(calls) < len(sources) or not all(call.is_single for call in calls):
         return None
     columns = [source.ids for source in sources]
     if not all(

@@ -64,6 +64,10 @@ class ServedModules:
         joined = sources.joined(batch) if sources.are_known else None
         return joined if joined is not None and joined.calls else None
 
+    def is_guess(self, name: str) -> bool:
+        """Whether what modules look up was learned, and no function of the user said it."""
+        return name in self._tables and not self._tables[name].id_sources.has_functions
+
 
 def served_modules(
     model: nn.Module, functions: Mapping[str, Callable[[Any], Any]] | None

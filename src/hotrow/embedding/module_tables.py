@@ -22,6 +22,7 @@ from hotrow.embedding.id_sources import IdSources
 from hotrow.embedding.stand_ins import StandIn, StandIns
 from hotrow.embedding.torch_steps import known_rule
 from hotrow.embedding.torch_steps import watch as watch_optimizers
+from hotrow.embedding.torch_surface import refuse_replaced_gradients
 from hotrow.inputs.calls import Call
 from hotrow.inputs.tables import Copied, EmbeddingBagConfig
 from hotrow.kernels.rules import RowRule
@@ -178,10 +179,12 @@ class ModuleTables:
                 f"ids of module {call.table!r} are on {call.ids.device}, and its rows' device is "
                 f"{self.device}; move the batch there, or iterate with hotrow.ahead, which does"
             )
+        is_read = not torch.is_grad_enabled()
         collection = self.collection
         elsewhere = collection.pipeline.thread.is_elsewhere
-        if not torch.is_grad_enabled() or (not trains and elsewhere):
+        if is_read or (not trains and elsewhere):
             return collection.calls.read(call)
+        refuse_replaced_gradients()
         self.stand_ins.refuse_other_values()
         return collection.calls.look_up(call)
 

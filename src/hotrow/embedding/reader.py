@@ -437,10 +437,16 @@ class Reader:
             for name, collection in self._collections.items():
                 if self._served.is_learning or not collection.training:
                     continue
-                ids = self._features(features, name, batch)
-                if ids is not None:
+                try:
+                    ids = self._features(features, name, batch)
+                    if ids is None:
+                        continue
                     planned.append((collection, collection.pipeline.prepare(ids, held=True)))
-                    names.append(name)
+                except (ValueError, TypeError, IndexError, RuntimeError):
+                    if not self._served.is_guess(name):
+                        raise
+                    continue  # ids of another batch layout; if they are wrong, the lookup raises
+                names.append(name)
         except (TypeError, ValueError) as error:
             if self._ids is not None or self._served or isinstance(error, BadId):
                 raise

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.embedding.module_tables import ModuleTables
+from hotrow.embedding.torch_surface import OutsideGraphs, refuse_transforms
 from hotrow.embedding.whole_table import Source, WholeTable
 from hotrow.inputs.calls import Call
 from hotrow.inputs.jagged_tensor import check_integers
@@ -25,7 +26,7 @@ _NOT_REPLACED = (
 _POOLINGS = {"sum": "sum", "mean": "mean", "max": "sum"}  # of tables, by a module's mode
 
 
-class TableModule(nn.Module):
+class TableModule(OutsideGraphs):
     """What both modules have: a table among those of a collection, perhaps a shared one."""
 
     num_embeddings: int
@@ -294,6 +295,7 @@ class Embedding(TableModule, nn.Embedding):
         return cls(rows, dim, _weight=embeddings, _freeze=freeze, **options)
 
     def forward(self, input: Tensor) -> Tensor:
+        refuse_transforms(input, trains=torch.is_grad_enabled())
         return self._plain_lookup(input, self.padding_idx)
 
 
@@ -348,6 +350,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
     def forward(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
+        refuse_transforms(input, trains=torch.is_grad_enabled())
         self._check_form(input, offsets, per_sample_weights)
         if self.mode != "max" and per_sample_weights is None:
             if offsets is None:

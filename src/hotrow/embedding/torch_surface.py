@@ -15,13 +15,42 @@ _VMAP = torch._C._functorch.TransformType.Vmap
 _current_transform = torch._C._functorch.peek_interpreter_stack
 
 
-class TorchSurface(nn.Module):
-    """Refuses in one sentence what cannot work, and has the methods of TorchRec's collections.
+class OutsideGraphs(nn.Module):
+    """A module that refuses in one sentence what cannot work.
 
-    Rows are no parameters and lookups change maps of rows, so graphs and copies of a collection
-    would train or store other rows than its own.
+    Rows are no parameters and lookups change maps of rows, so graphs and copies would train or
+    store other rows than its own.
     """
 
+    _described = "a module with hotrow's rows"
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            f"{self._described} cannot be copied: two of them would train the same rows. Build a "
+            "second one, or pass weights by state_dict()"
+        )
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        raise TypeError(
+            f"nn.DataParallel would copy {self._described} to several GPUs, and hotrow trains rows "
+            "on one: call the model without the wrapper"
+        )
+
+    def _slow_forward(self, *features: Any, **options: Any) -> NoReturn:
+        # torch calls this instead of `forward` while it traces.
+        raise TypeError(
+            "torch.jit.trace and torch.onnx.export would store the rows as constants of a graph; "
+            + _EXPORTS
+        )
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise TypeError(f"{self._described} cannot be compiled by torch.jit.script; {_EXPORTS}")
+
+
+class TorchSurface(OutsideGraphs):
+    """What torch's wrappers meet on a collection, and the methods of TorchRec's collections."""
+
+    _described = "a collection"
     _prefix: str
     tables: tuple[EmbeddingBagConfig, ...]
     _is_weighted: bool | None
@@ -51,28 +80,6 @@ class TorchSurface(nn.Module):
                 "them and embedding.load_weights writes them"
             )
         return super().__getattr__(name)
-
-    def __copy__(self) -> NoReturn:
-        raise TypeError(
-            "a collection cannot be copied: two of them would train the same rows. Build a second "
-            "one, or pass weights by state_dict()"
-        )
-
-    def _replicate_for_data_parallel(self) -> NoReturn:
-        raise TypeError(
-            "nn.DataParallel would copy the collection to several GPUs, and hotrow trains rows on "
-            "one: call the model without the wrapper"
-        )
-
-    def _slow_forward(self, *features: Any, **options: Any) -> NoReturn:
-        # torch calls this instead of `forward` while it traces.
-        raise TypeError(
-            "torch.jit.trace and torch.onnx.export would store the rows as constants of a graph; "
-            + _EXPORTS
-        )
-
-    def __prepare_scriptable__(self) -> NoReturn:
-        raise TypeError(f"a collection cannot be compiled by torch.jit.script; {_EXPORTS}")
 
 
 def weights_count(is_weighted: bool | None, features: Any) -> bool:

@@ -83,7 +83,7 @@ class JoinedCalls:
     """
 
     def __init__(self, calls: Sequence[Call], whole: Tensor | None = None) -> None:
-        """`whole`: a tensor whose columns are what the tables are called with, in their order."""
+        """`whole`: a tensor whose columns are the ids of the calls, in their order."""
         self.calls, self._whole = tuple(calls), whole
         self._batch: Batch | None = None
         self._offsets: dict[int, Tensor] = {}  # of calls on a CPU, as they were joined
@@ -118,12 +118,14 @@ class JoinedCalls:
         return len({call.num_bags for call in self.calls}) == 1
 
     def _dense(self, columns: tuple[str, ...]) -> Batch:
-        values = self._whole
+        is_ordered = [call.table for call in self.calls] == list(columns)
+        values = self._whole if is_ordered else None
         if values is None:
             by_table = {call.table: call.ids.reshape(-1) for call in self.calls}
             values = torch.stack([by_table[name] for name in columns], 1)
         elif values.device.type == "cpu":
-            values = values.clone()  # what the user changes later is noticed by comparing
+            # A copy: what the user changes later is noticed by comparing.
+            values = torch.empty_like(values, pin_memory=values.is_pinned()).copy_(values)
         return Batch(values.long(), None, columns, len(values))
 
     def _jagged(self, columns: tuple[str, ...]) -> Batch:
