@@ -18,7 +18,7 @@ from hotrow.embedding.pipeline import Pipeline, PlannedBatch
 from hotrow.embedding.row_groups import Group, RowGroups
 from hotrow.embedding.step import Lookup, PendingStep
 from hotrow.inputs.batch import lookups_of
-from hotrow.inputs.calls import Call, JoinedCalls, by_table
+from hotrow.inputs.calls import Call, JoinedCalls
 from hotrow.support.late_flag import LateFlag
 from hotrow.support.messages import warn
 from hotrow.support.streams import capturing
@@ -96,12 +96,11 @@ class CallLookups:
         """Look up all calls of a batch; return vectors by the number of a call."""
         parts: dict[int, Tensor] = {}
         for work in planned.works:
-            names = tuple(feature.key for feature in work.group.layout.features)
-            numbers = [k for k, call in enumerate(joined.calls) if call.table in names]
+            numbers = joined.in_order(tuple(x.key for x in work.group.layout.features))
             if not numbers:
                 continue
             _, *vectors = Lookup.apply(None, work, self._step, *self._leaves(work.group))  # type: ignore[no-untyped-call]
-            parts.update({number: vectors[joined.part_of(number, names)] for number in numbers})
+            parts.update(zip(numbers, vectors, strict=True))
         return parts
 
     # -- planned batches ---------------------------------------------------------------
@@ -130,12 +129,14 @@ class CallLookups:
             joined = planned.features
             if not isinstance(joined, JoinedCalls):
                 continue
-            numbers = by_table(joined.calls).get(call.table, [])
+            numbers = joined.by_table.get(call.table, [])
             # Those that were not taken yet first: a module may be called with equal ids twice.
             numbers = sorted(numbers, key=lambda k: k not in planned.served)
-            for number in numbers:
-                if self._is_same(call, joined, number, by_content=newest):
-                    return planned, number
+            # A view of the batch is certain; a GPU only assumes that computed ids are the same.
+            for by_content in (False, True) if newest else (False,):
+                for number in numbers:
+                    if self._is_same(call, joined, number, by_content=by_content):
+                        return planned, number
             newest = False
         return None
 

@@ -129,19 +129,17 @@ class JoinedCalls:
         return Batch(values.long(), None, columns, len(values))
 
     def _jagged(self, columns: tuple[str, ...]) -> Batch:
-        by_table: dict[str, list[Call]] = {name: [] for name in columns}
-        for call in self.calls:
-            by_table[call.table].append(call)
-        ordered = [call for calls in by_table.values() for call in calls]
+        by_table = [[self.calls[k] for k in self.by_table.get(name, ())] for name in columns]
+        ordered = [call for calls in by_table for call in calls]
         values = torch.cat([call.ids.reshape(-1) for call in ordered]).long()
         starts, ends, first = [], [0], 0
-        for calls in by_table.values():
+        for calls in by_table:
             for call in calls:
                 starts.append(call.bag_starts() + first)
                 first += call.ids.numel()
             ends.append(first)
         end = torch.full((1,), first, device=values.device)
-        bags = tuple(tuple(call.num_bags for call in calls) for calls in by_table.values())
+        bags = tuple(tuple(call.num_bags for call in calls) for calls in by_table)
         return Batch(values, torch.cat([*starts, end]), columns, 1, tuple(ends), calls=bags)
 
     def ids_of(self, number: int, columns: tuple[str, ...]) -> Tensor:
@@ -169,19 +167,15 @@ class JoinedCalls:
             return True
         return torch.equal(call.offsets.to(offsets), offsets)
 
-    def part_of(self, number: int, columns: Sequence[str]) -> int:
-        """Return which part of the lookups of `columns`, tables of one width, a call is."""
-        table = self.calls[number].table
-        places = {name: place for place, name in enumerate(columns)}
-        parts = [
-            (places[call.table], k) for k, call in enumerate(self.calls) if call.table in places
-        ]
-        return sorted(parts).index((places[table], number))
+    @cached_property
+    def by_table(self) -> Mapping[str, list[int]]:
+        """The numbers of the calls of each table."""
+        numbers: dict[str, list[int]] = {}
+        for number, call in enumerate(self.calls):
+            numbers.setdefault(call.table, []).append(number)
+        return numbers
 
-
-def by_table(calls: Sequence[Call]) -> Mapping[str, list[int]]:
-    """Return the numbers of the calls of each table."""
-    numbers: dict[str, list[int]] = {}
-    for number, call in enumerate(calls):
-        numbers.setdefault(call.table, []).append(number)
-    return numbers
+    def in_order(self, columns: Sequence[str]) -> list[int]:
+        """Return the numbers of the calls in the order in which they are looked up; `columns` are
+        the tables of one width."""
+        return [number for name in columns for number in self.by_table.get(name, ())]
