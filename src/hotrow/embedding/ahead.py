@@ -112,6 +112,12 @@ class Ahead:
         self._model = model
         self._collections = some_collections_in(model)
         self._served = served_modules(model, ids if isinstance(ids, Mapping) else None)
+        if callable(ids) and all(name in self._served for name in self._collections):
+            raise TypeError(
+                "the modules of this model look rows up one by one, so ids= must say which one a "
+                'function is for: ids={"path.of.module": function of a batch}; without ids= it is '
+                "learned from the first batch"
+            )
         self._strategy = _common_strategy(list(self._collections.values()))
         self._reader: Reader | None = None
         self._last: ReadBatch | None = None
@@ -119,6 +125,7 @@ class Ahead:
         self._began: Any = None  # all random states as they were when the pass began
 
     def __iter__(self) -> Ahead:
+        # The pass goes on, also where all batches were yielded: islice() in a loop calls this, too.
         if self._running is None:
             self._start()
         return self
@@ -174,7 +181,7 @@ class Ahead:
         """
         if self._last is None:
             raise RuntimeError("no batch has been yielded yet, so there is no position to save")
-        if hasattr(self._loader, "state_dict"):
+        if self._reader is not None and self._reader.saves_loader:
             return self._last.loader_state
         return {"batches": self.position(), "random": self._began}
 
@@ -188,7 +195,8 @@ class Ahead:
         if self._running is not None:
             raise RuntimeError("load_state_dict() while batches are read: call close() before")
         self._reader = self._last = None  # a pass that has ended begins again
-        if hasattr(self._loader, "load_state_dict"):
+        is_ours = isinstance(state, Mapping) and state.keys() == {"batches", "random"}
+        if hasattr(self._loader, "load_state_dict") and not is_ours:
             self._loader.load_state_dict(state)
             return
         count = state.get("batches") if isinstance(state, Mapping) else None

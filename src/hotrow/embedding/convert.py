@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hotrow.embedding.arguments import refuse_replicas
 from hotrow.embedding.module_tables import ModuleTables
 from hotrow.embedding.table_modules import (
     Embedding,
@@ -80,6 +81,12 @@ def convert(
     """
     if held not in HELD:
         raise ValueError(f"held must be one of {', '.join(HELD)}, not {held!r}")
+    refuse_replicas()
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise TypeError(
+            f"{type(model).__name__} holds copies of weights or replaces their gradients, and "
+            "hotrow trains rows on one device: convert the model without the wrapper"
+        )
     given = _listed(optimizer)
     tables = list(_tables_of(model).values())
     holders = _Holders(model, tables)
@@ -89,10 +96,16 @@ def convert(
     _refuse_other_optimizers(chosen, given)
     if chosen:
         _convert(model, chosen, budget, given, device, idle, held, options)
-    if show:
+    if show and tables:
         _show(tables)
-    if not tables:
-        warn(f"{type(model).__name__} has no nn.Embedding or nn.EmbeddingBag to convert")
+    name = type(model).__name__
+    if not tables and any(isinstance(module, TableModule) for module in model.modules()):
+        warn(f"{name} is converted already; hotrow.revert(model) makes it plain again")
+    elif not tables:
+        warn(f"{name} has no nn.Embedding or nn.EmbeddingBag to convert")
+    elif not chosen and not show:
+        first = tables[0]
+        warn(f"no embedding of {name} was converted; {next(iter(first.modules))}: {first.reason}")
     return model
 
 
@@ -417,5 +430,6 @@ def _show(tables: Sequence[_Table]) -> None:
             "hotrow, in the shared budget" if table.reason is None else f"as it was: {table.reason}"
         )
         size = show_bytes(4 * rows * dim)
-        shown.add_row(", ".join(table.modules), f"{rows:,}", str(dim), size, now)
+        paths = ", ".join(table.modules) or "(the model itself)"
+        shown.add_row(paths, f"{rows:,}", str(dim), size, now)
     Console(soft_wrap=False).print(shown)

@@ -18,6 +18,7 @@ from hotrow.inputs.calls import Call, JoinedCalls
 from hotrow.inputs.tree import all_tensors_in
 
 _MOST_COMPARED = 1 << 24  # elements, for columns side by side
+_MOST_LESS = 1  # columns of a sequence without a position
 _MOST_COLUMNS = 256  # that are searched for one by one
 
 
@@ -81,14 +82,15 @@ class Positions:
     tensor: int
     first: int
     by_sample: bool  # for each sample; else once
+    less: int = 0  # columns at the end that have no number
 
     def of(self, batch: Any) -> Tensor | None:
         tensors = all_tensors_in(batch)
         if self.tensor >= len(tensors) or tensors[self.tensor].dim() < 2:
             return None
         size, width = tensors[self.tensor].shape[:2]
-        columns = torch.arange(width, device=tensors[self.tensor].device) + self.first
-        return columns.expand(size, width) if self.by_sample else columns
+        columns = torch.arange(width - self.less, device=tensors[self.tensor].device) + self.first
+        return columns.expand(size, len(columns)) if self.by_sample else columns
 
 
 @dataclass(frozen=True)
@@ -308,9 +310,12 @@ def _positions(ids: Tensor, place: int, tensor: Tensor) -> Iterator[Positions]:
     if tensor.dim() < 2 or ids.dim() > 2 or ids.numel() < 2:
         return
     size, width = tensor.shape[:2]
-    first = int(ids.reshape(-1)[0])
-    columns = torch.arange(width, device=ids.device) + first
-    if ids.numel() == width and torch.equal(ids.reshape(-1).long(), columns):
-        yield Positions(place, first, by_sample=False)
-    elif ids.shape == (size, width) and torch.equal(ids.long(), columns.expand(size, width)):
-        yield Positions(place, first, by_sample=True)
+    first, count = int(ids.reshape(-1)[0]), ids.shape[-1]
+    less = width - count
+    if not 0 <= less <= _MOST_LESS:  # an input and a target share a sequence, shifted by one
+        return
+    columns = torch.arange(count, device=ids.device) + first
+    if ids.numel() == count and torch.equal(ids.reshape(-1).long(), columns):
+        yield Positions(place, first, by_sample=False, less=less)
+    elif ids.shape == (size, count) and torch.equal(ids.long(), columns.expand(size, count)):
+        yield Positions(place, first, by_sample=True, less=less)

@@ -6,6 +6,7 @@ may still change, and rows get the state of the optimizer that is known by then.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from hotrow.inputs.tables import Copied, EmbeddingBagConfig
 from hotrow.kernels.rules import RowRule
 from hotrow.sizing.budgets import AUTO
 from hotrow.store.budget import Budget
+from hotrow.support.messages import did_you_mean
 from hotrow.support.units import parse_bytes, show_bytes
 
 
@@ -50,6 +52,7 @@ class ModuleTables:
         """`weights` have the rows of some tables; the others start by their `init`, but `zero_rows`
         at zero. `options` are those of a collection."""
         watch_optimizers()
+        refuse_unknown_options(options)
         self.device = usable_device(device)
         self.tables, self.budget = tuple(tables), budget
         if isinstance(budget, str) and budget != AUTO:
@@ -251,3 +254,11 @@ class ModuleTables:
         """Prepare a pass of `hotrow.ahead`; `functions` say what tables are looked up with."""
         if functions is not None:
             self.id_sources = IdSources(functions)
+
+
+def refuse_unknown_options(options: Mapping[str, Any]) -> None:
+    """Raise for names that are no options of a collection."""
+    known = list(inspect.signature(EmbeddingBagCollection).parameters)
+    for name in options:
+        if name not in known:
+            raise TypeError(f"there is no option {name!r}{did_you_mean(name, known)}")

@@ -160,6 +160,7 @@ class Reader:
     ) -> None:
         self._loader, self._collections, self._ids = loader, collections, ids
         self._served = served
+        self.saves_loader = hasattr(loader, "state_dict")  # else batches are counted
         if isinstance(loader, Iterator):
             _warn_of_dropped(loader)
         self._can_split = hasattr(step, "split")
@@ -418,9 +419,12 @@ class Reader:
         except Exception as error:
             self._end_with(error)
             return
-        if hasattr(self._loader, "state_dict"):
-            # A copy: it may give what it goes on counting in.
-            read.loader_state = copy.deepcopy(self._loader.state_dict())
+        if self.saves_loader:
+            try:  # a copy: it may give what it goes on counting in
+                loader: Any = self._loader
+                read.loader_state = copy.deepcopy(loader.state_dict())
+            except AttributeError:  # a wrapper of a loader that has none
+                self.saves_loader = False
         if held is not None:
             held.note_computed()
         read.held, read.number = held, self._count - 1

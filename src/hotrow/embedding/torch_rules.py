@@ -59,7 +59,9 @@ def _known(kind: type) -> Callable[[Setting, str | None], TorchRule] | None:
 
 def _sgd(group: Setting, idle: str | None) -> TorchRule:
     if group["momentum"]:
-        raise _moves("SGD with momentum", "momentum=0", can_rest=False)
+        # A OneCycleLR gives momentum to an optimizer that had none.
+        how = "momentum=0, and cycle_momentum=False in a schedule"
+        raise _moves("SGD with momentum", how, can_rest=False)
     if group["weight_decay"] and idle != "frozen":
         raise _moves("SGD with weight_decay", "weight_decay=0")
     return TorchRule(SGD, {name: group[name] for name in ("lr", "weight_decay")})
