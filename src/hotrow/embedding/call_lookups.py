@@ -83,7 +83,10 @@ class CallLookups:
         self._pipeline.thread.look_up()
         is_first = self._note(call)
         vectors = self._planned(call)
-        return self._alone(call, is_first=is_first) if vectors is None else vectors
+        if vectors is None:
+            vectors = self._alone(call, is_first=is_first)  # raises if ids are wrong
+            self._warn_of_others(call)
+        return vectors
 
     def _alone(self, call: Call, *, is_first: bool) -> Tensor:
         """Look up what no plan has."""
@@ -109,17 +112,22 @@ class CallLookups:
         """Return vectors by the plan of a batch; None if no plan has this call."""
         found = self._find(call)
         if found is None:
-            expected = [getattr(x.features, "calls", ()) for x in self._pipeline.planned]
-            if any(other.form == call.form for calls in expected for other in calls):
-                self._warn(call)
             return None
         planned, number = found
-        now = (self._step.passes, self._rows.version, capturing())
-        if planned.served.get("pass") != now or number not in planned.served:
-            planned.served.clear()
-            planned.served.update(self._parts(planned, self._checked(planned)))
-            planned.served["pass"] = now
-        vectors: Tensor = planned.served.pop(number)
+        now, served = (self._step.passes, self._rows.version, capturing()), planned.served
+        if (
+            number not in served
+            or served["pass"] != now
+            or any(leaf.requires_grad != trained for leaf, trained in served[call.table])
+        ):
+            served.clear()
+            served.update(self._parts(planned, self._checked(planned)))
+            served["pass"] = now
+            for work in planned.works:  # what is frozen may change before the other modules look up
+                leaves = [(leaf, leaf.requires_grad) for leaf in self._leaves(work.group)]
+                for place, table in enumerate(work.group.layout.tables):
+                    served[table.name] = leaves[place : place + 1]
+        vectors: Tensor = served.pop(number)
         return vectors
 
     def _find(self, call: Call) -> tuple[PlannedBatch, int] | None:
@@ -198,8 +206,11 @@ class CallLookups:
                 "batch; or say how: hotrow.ahead(loader, model, ids={module: function})"
             )
 
-    def _warn(self, call: Call) -> None:
-        if not self._warned:
+    def _warn_of_others(self, call: Call) -> None:
+        """Warn once of a call that was planned with other ids."""
+        expected = [getattr(x.features, "calls", ()) for x in self._pipeline.planned]
+        is_expected = any(other.form == call.form for calls in expected for other in calls)
+        if is_expected and not self._warned:
             self._warned = True
             warn(
                 f"module {call.table!r} was called with other ids than hotrow.ahead has planned. "

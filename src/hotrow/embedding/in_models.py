@@ -11,7 +11,8 @@ from hotrow.embedding.module_tables import ModuleTables
 from hotrow.embedding.table_modules import TableModule
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules by the names that a user knows."""
     for name, module in model.named_modules():
         # torch.compile wraps a model under this name, which no user wrote.
         yield name.removeprefix("_orig_mod."), module
@@ -20,7 +21,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def module_tables_in(model: nn.Module) -> dict[str, ModuleTables]:
     """Return what serves the modules of a model, by the name of the first module it serves."""
     served: dict[int, tuple[str, ModuleTables]] = {}
-    for name, module in _named(model):
+    for name, module in named_modules(model):
         if isinstance(module, TableModule):
             served.setdefault(id(module.tables), (name, module.tables))
     return dict(served.values())
@@ -29,7 +30,9 @@ def module_tables_in(model: nn.Module) -> dict[str, ModuleTables]:
 def collections_in(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
     """Return the collections of a model by name; those of modules have the first one's name."""
     collections = {
-        name: module for name, module in _named(model) if isinstance(module, EmbeddingBagCollection)
+        name: module
+        for name, module in named_modules(model)
+        if isinstance(module, EmbeddingBagCollection)
     }
     served = module_tables_in(model).items()
     return {**collections, **{name: tables.collection for name, tables in served}}
