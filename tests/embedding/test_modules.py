@@ -235,7 +235,16 @@ def test_pretrained_rows_are_frozen_or_not(kind: str, freeze: bool) -> None:
         plain.requires_grad_(True)
     before = rows.clone()
     assert_trains_alike(ours, plain, [(ids,), (ids,)])
-    assert torch.equal(rows, before) or not freeze  # the caller's tensor is copied
+    assert torch.equal(rows, before)  # the caller's tensor is copied
+
+
+def test_rows_do_not_follow_a_tensor_that_is_changed_before_their_first_use() -> None:
+    rows = torch.randn(ROWS, DIM)
+    module = hotrow.Embedding.from_pretrained(rows, budget="90%")
+    before = rows.clone()
+    rows.zero_()
+    assert torch.equal(module.state_dict()["weight"], before)
+    assert torch.equal(module(torch.tensor([3, 5])), before[[3, 5]])
 
 
 def test_rows_start_by_a_function_of_their_numbers() -> None:
