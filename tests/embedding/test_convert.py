@@ -769,7 +769,7 @@ def test_an_optimizer_and_its_state_move_there_and_back(maker: str) -> None:
 def test_optimizers_that_were_forgotten_are_refused() -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="a SGD already holds the weight of 'a'"):
+    with pytest.raises(ValueError, match="SGD already holds the weight of 'a'"):
         converted(model)
     converted(model, optimizer=optimizer)
     hotrow.revert(model)
