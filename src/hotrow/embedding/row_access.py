@@ -95,7 +95,7 @@ class RowAccess:
         rows.whole_bytes += num_bytes
         if rows.can_resize:
             rows.budget_bytes -= num_bytes
-        elif rows.device.type == "cuda":
+        elif rows.device.type == "cuda" and rows.strategy.needs_budget:
             warn(
                 f"the weight of table {table!r} is read after slots were allocated, so its copy "
                 "comes on top of the budget; read it in the first forward pass"

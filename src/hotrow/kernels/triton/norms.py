@@ -48,7 +48,7 @@ def table_norms(
         mark,
         places,
         count,
-        count.bit_length(),
+        max(1, count.bit_length()),  # Triton cannot compile a loop that it knows to be empty
         _BLOCK,
         **EXACT,
     )
