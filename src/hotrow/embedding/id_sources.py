@@ -82,7 +82,7 @@ class Positions:
     tensor: int
     first: int
     by_sample: bool  # for each sample; else once
-    less: int = 0  # columns at the end that have no number
+    less: int = 0  # columns at the end without one
 
     def of(self, batch: Any) -> Tensor | None:
         tensors = all_tensors_in(batch)
