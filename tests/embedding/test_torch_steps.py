@@ -747,3 +747,9 @@ def test_idle_rows_rest_and_others_move_as_in_torch(make: Make) -> None:
         assert torch.allclose(rows.rows(name)[:24], plain.rows(name)[:24], rtol=0, atol=2e-6)
     untouched = Rows("lru", "frozen")
     assert torch.equal(rows.rows("a")[24:], untouched.rows("a")[24:])
+
+
+def test_optimizers_step_many_parameters_at_once_beside_stand_ins() -> None:
+    rows = Rows("lookahead")
+    # Of other classes torch steps parameters one by one: slower, and on a GPU with other bits.
+    assert {type(parameter) for parameter in rows.parameters()} == {nn.Parameter}

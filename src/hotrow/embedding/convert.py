@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from hotrow.embedding.arguments import refuse_replicas
 from hotrow.embedding.module_tables import ModuleTables
+from hotrow.embedding.stand_ins import stand_in_of
 from hotrow.embedding.table_modules import (
     Embedding,
     EmbeddingBag,
@@ -139,7 +140,9 @@ def revert(model: AnyModel, *, optimizer: Optimizers = None) -> AnyModel:
             state = _as_torch(each, states[id(each)], weight) if id(each) in states else {}
             if state:
                 each.state[weight] = state
-        stand_in.owner = _Reverted
+        facts = stand_in_of(stand_in)
+        assert facts is not None
+        facts.owner = _Reverted
     return model
 
 

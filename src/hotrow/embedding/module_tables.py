@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hotrow.embedding.arguments import drawn_seed, usable_device
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.embedding.id_sources import IdSources
-from hotrow.embedding.stand_ins import StandIn, StandIns
+from hotrow.embedding.stand_ins import StandIns
 from hotrow.embedding.torch_steps import known_rule
 from hotrow.embedding.torch_steps import watch as watch_optimizers
 from hotrow.embedding.torch_surface import refuse_replaced_gradients
@@ -79,7 +79,7 @@ class ModuleTables:
 
         return build
 
-    def stand_in(self, table: str) -> StandIn:
+    def stand_in(self, table: str) -> nn.Parameter:
         return self.stand_ins.parameters[self.stand_ins.names.index(table)]
 
     def serve(self, module: nn.Module) -> None:

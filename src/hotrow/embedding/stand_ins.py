@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import cache, partial, wraps
 from typing import Any
 
@@ -25,14 +26,24 @@ _WATCHED_PASSES = 3  # in which a loss over the stand-ins themselves is noticed
 _CLOSE = 1e-4  # how far a norm may be from norm times factor: two roundings are far below
 
 
-class StandIn(nn.Parameter):
-    """The parameter of one table. Its value means nothing; its gradient is the norm of the table's
-    row gradients."""
+@dataclass(eq=False)
+class StandIn:
+    """What a parameter stands for: one table. Its value means nothing, and its gradient is the norm
+    of the table's row gradients.
+
+    It is an attribute of the parameter. With a class of parameters of its own, torch's optimizers
+    would step all other parameters one by one, too.
+    """
 
     table: str
-    owner: Callable[[], Any]  # a weak reference to what steps the rows
-    build: Callable[[], Any]  # makes rows if there are none yet
-    is_sparse_grad = False  # its gradient is a sparse tensor, as torch.optim.SparseAdam wants
+    owner: Callable[[], Any] = lambda: None  # a weak reference to what steps the rows
+    build: Callable[[], Any] = lambda: None  # makes rows if there are none yet
+    is_sparse_grad: bool = False  # the gradient is a sparse tensor, as SparseAdam wants
+
+
+def stand_in_of(parameter: object) -> StandIn | None:
+    """Return what a parameter stands for; None: itself."""
+    return getattr(parameter, "stands_for", None)
 
 
 class StandIns:
@@ -42,13 +53,15 @@ class StandIns:
         self.names, self.device = tuple(tables), device
         # Of all tables side by side: one launch sets or resets them all.
         self._values = torch.zeros(len(tables), 1, 2, device=device)
-        self.parameters = [StandIn(value) for value in self._values]
-        for parameter, name in zip(self.parameters, tables, strict=True):
-            parameter.table, parameter.owner, parameter.build = name, _nothing, _nothing
-        # A call for each table takes time, and who penalises parameters does so from the start on.
-        self._hooks = [x.register_hook(partial(_refuse_gradient, x.table)) for x in self.parameters]  # type: ignore[no-untyped-call]
+        self.parameters = [nn.Parameter(value) for value in self._values]
+        self._facts = [StandIn(name) for name in tables]
+        self._hooks = []
+        for parameter, facts in zip(self.parameters, self._facts, strict=True):
+            parameter.stands_for = facts  # type: ignore[attr-defined]
+            # A call for each table takes time, and who penalises parameters does so from the start.
+            self._hooks.append(parameter.register_hook(partial(_refuse_gradient, facts.table)))
         self._passes = 0
-        self._by_tables: dict[tuple[str, ...], list[StandIn]] = {}
+        self._by_tables: dict[tuple[str, ...], list[nn.Parameter]] = {}
         _refuse_other_norms()
         self._allocate()
 
@@ -72,20 +85,20 @@ class StandIns:
 
     def wait_for(self, build: Callable[[], Any]) -> None:
         """Let `build` make rows where their state is asked for."""
-        for parameter in self.parameters:
-            parameter.build = build
+        for facts in self._facts:
+            facts.build = build
 
     def belong_to(self, owner: Any) -> None:
-        for parameter in self.parameters:
-            parameter.owner = weakref.ref(owner)
+        for facts in self._facts:
+            facts.owner = weakref.ref(owner)
 
     def be_sparse(self, tables: Collection[str], is_sparse: bool) -> None:
         """Choose whether gradients of some tables are sparse tensors, from the next one on."""
-        for parameter in self.parameters:
-            if parameter.table in tables:
-                parameter.is_sparse_grad = is_sparse
+        for facts in self._facts:
+            if facts.table in tables:
+                facts.is_sparse_grad = is_sparse
 
-    def of_tables(self, tables: tuple[str, ...]) -> list[StandIn]:
+    def of_tables(self, tables: tuple[str, ...]) -> list[nn.Parameter]:
         """Return the stand-ins of some tables."""
         if tables not in self._by_tables:
             by_name = dict(zip(self.names, self.parameters, strict=True))
@@ -111,7 +124,7 @@ class StandIns:
         for place in places:
             parameter, grad = self.parameters[place], self._dense[place]
             # Zeroing empties a sparse tensor for good.
-            parameter.grad = _as_sparse(grad) if parameter.is_sparse_grad else grad
+            parameter.grad = _as_sparse(grad) if self._facts[place].is_sparse_grad else grad
         if self._hooks and self._passes == _WATCHED_PASSES:
             for hook in self._hooks:
                 hook.remove()
@@ -182,10 +195,6 @@ class StandIns:
         with torch.no_grad():
             self._values.zero_()
         self._version = self._values._version
-
-
-def _nothing() -> None:
-    """There are no rows yet."""
 
 
 @cache

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from hotrow.embedding.stand_ins import StandIn
+from hotrow.embedding.stand_ins import stand_in_of
 from hotrow.support.host_memory import available_bytes
 from hotrow.support.units import show_bytes
 
@@ -19,27 +20,28 @@ def include_rows(optimizer: Optimizer) -> None:
     optimizer.register_load_state_dict_pre_hook(_load_rows)
 
 
-def _stand_ins(optimizer: Optimizer) -> Iterator[tuple[int, StandIn, Any]]:
-    """Yield the number that torch gives each stand-in, the stand-in, and what owns it."""
+def _stand_ins(optimizer: Optimizer) -> Iterator[tuple[int, Tensor, str, Any]]:
+    """Yield the number that torch gives each stand-in, the stand-in, its table and what owns it."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, param in enumerate(params):
-        if isinstance(param, StandIn):
-            if param.owner() is None:
-                param.build()
-            owner = param.owner()
+        stands_for = stand_in_of(param)
+        if stands_for is not None:
+            if stands_for.owner() is None:
+                stands_for.build()
+            owner = stands_for.owner()
             if owner is not None:
-                yield number, param, owner
+                yield number, param, stands_for.table, owner
 
 
 def _with_rows(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     # A checkpoint that saves rows on their own has their state there.
-    held = [x for x in _stand_ins(optimizer) if not x[2].rows.is_apart]
-    _check_room(sum(owner.state_bytes(param.table) for _, param, owner in held))
+    held = [x for x in _stand_ins(optimizer) if not x[3].rows.is_apart]
+    _check_room(sum(owner.state_bytes(table) for _, _, table, owner in held))
     state = dict(saved["state"])
-    for number, param, owner in held:
-        rows = owner.rows.copy_state(param.table)
+    for number, _, table, owner in held:
+        rows = owner.rows.copy_state(table)
         if rows:
-            state[number] = {"step": _step_of(optimizer, owner.steps(param.table)), **rows}
+            state[number] = {"step": _step_of(optimizer, owner.steps(table)), **rows}
     return {**saved, "state": state}
 
 
@@ -61,14 +63,14 @@ def _load_rows(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """Load the state of rows, and leave to torch what is a stand-in's own."""
     state, found = dict(saved["state"]), []
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    for place, param, owner in _stand_ins(optimizer):
+    for place, param, table, owner in _stand_ins(optimizer):
         given = state.get(numbers[place]) if place < len(numbers) else None
         if given is None or owner.rows.is_apart:
             continue
-        names = owner.rows.state_widths(param.table)
+        names = owner.rows.state_widths(table)
         rows = {name: given[name] for name in names if name in given}
-        owner.rows.check_state(param.table, rows)
-        found.append((owner, param.table, rows, given.get("step")))
+        owner.rows.check_state(table, rows)
+        found.append((owner, table, rows, given.get("step")))
         own = {name: torch.zeros_like(param.data) for name in rows}
         state[numbers[place]] = {**given, **own}
     for owner, table, rows, step in found:

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 from hotrow.embedding.optimizer import RowOptimizer
 from hotrow.embedding.pipeline import Pipeline
 from hotrow.embedding.row_groups import RowGroups
-from hotrow.embedding.stand_ins import StandIn, StandIns
+from hotrow.embedding.stand_ins import StandIns, stand_in_of
 from hotrow.embedding.step import PendingStep
 from hotrow.embedding.torch_rules import NoRule, TorchRule, rule_for
 from hotrow.embedding.torch_state import include_rows
@@ -60,9 +60,10 @@ def _held_by(optimizer: Optimizer) -> Iterator[tuple[TorchSteps, dict[str, Any]]
     found: dict[int, tuple[TorchSteps, dict[str, Any]]] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
-            owner = param.owner() if isinstance(param, StandIn) else None
-            if owner is not None:
-                found.setdefault(id(owner), (owner, {}))[1][param.table] = group
+            stands_for = stand_in_of(param)
+            owner = None if stands_for is None else stands_for.owner()
+            if stands_for is not None and owner is not None:
+                found.setdefault(id(owner), (owner, {}))[1][stands_for.table] = group
     yield from found.values()
 
 
@@ -103,7 +104,7 @@ def note_stand_ins(optimizer: Optimizer) -> None:
     if isinstance(optimizer, RowOptimizer):
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if any(isinstance(param, StandIn) for param in params):
+    if any(stand_in_of(param) is not None for param in params):
         _include(optimizer)
         for owner, groups in _held_by(optimizer):
             owner.hold(optimizer, groups)
