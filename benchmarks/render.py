@@ -32,7 +32,7 @@ One command each; results are appended to `results/<suite>.jsonl` as they come, 
 | `python benchmarks/multihot.py` | the embedding part alone with a million lookups per step |
 | `python benchmarks/published.py` | four published systems beside their bars |
 | `python benchmarks/scratchpipe.py` | ScratchPipe's own experiment, from random to local access |
-| `python benchmarks/steps.py` | what switching costs: steps of torch's optimizers, and converted modules |
+| `python benchmarks/steps.py` | steps of torch's optimizers, and converted modules |
 | `python benchmarks/scale.py` | the same lookups in tables of 1 M to 500 M rows |
 | `python benchmarks/kernels.py` | each kernel against the bytes it must move |
 | `python benchmarks/belady.py` | misses of look-ahead over the fewest possible; needs no GPU |
@@ -57,8 +57,8 @@ All but the last twelve take `--minutes 8` (start nothing that would end later),
 `--commit` and `--smoke` (tiny, on a CPU, with TRITON_INTERPRET=1; it keeps no results, unless
 `--results` names a folder for them). Some take other options:
 
-- `--only NAME ...` (terabyte, multihot, published, scratchpipe, steps, kernels, belady, ceilings): only
-  these runs, such as `target` or `'target/hotrow-*'`; for ceilings, parts.
+- `--only NAME ...` (terabyte, multihot, published, scratchpipe, steps, kernels, belady, ceilings):
+  only these runs, such as `target` or `'target/hotrow-*'`; for ceilings, parts.
 - `--list` (terabyte, multihot, published, scratchpipe, kernels, belady): print the runs; the first
   four also estimate their seconds.
 - `--localities uniform low medium high`, `--budgets 10 2` (scratchpipe): a part of the experiment.

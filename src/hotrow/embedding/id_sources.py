@@ -42,9 +42,8 @@ class Selection:
     last: int | None = None  # counted from the end; None: one column, which is no axis any more
     shift: int = 0
 
-    def of(self, batch: Any) -> Tensor | None:
-        """Return the ids of a batch; None if it has no such tensor."""
-        tensors = all_tensors_in(batch)
+    def of(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        """Return the ids of a batch with these tensors; None if it has no such tensor."""
         if self.tensor >= len(tensors):
             return None
         ids = tensors[self.tensor]
@@ -67,8 +66,8 @@ class Columns:
 
     columns: tuple[Selection, ...]
 
-    def of(self, batch: Any) -> Tensor | None:
-        columns = [column.of(batch) for column in self.columns]
+    def of(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        columns = [column.of(tensors) for column in self.columns]
         present = [column.reshape(-1) for column in columns if column is not None]
         if len(present) < len(columns) or len({len(column) for column in present}) > 1:
             return None
@@ -84,8 +83,7 @@ class Positions:
     by_sample: bool  # for each sample; else once
     less: int = 0  # columns at the end without one
 
-    def of(self, batch: Any) -> Tensor | None:
-        tensors = all_tensors_in(batch)
+    def of(self, tensors: Sequence[Tensor]) -> Tensor | None:
         if self.tensor >= len(tensors) or tensors[self.tensor].dim() < 2:
             return None
         size, width = tensors[self.tensor].shape[:2]
@@ -99,8 +97,8 @@ class Fixed:
 
     ids: Tensor
 
-    def of(self, batch: Any) -> Tensor | None:
-        tensors = all_tensors_in(batch)  # which are read where they are, and uploaded later
+    def of(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        # Batches are read where they are, and uploaded later.
         return self.ids.to(tensors[0].device) if tensors else self.ids
 
 
@@ -119,14 +117,15 @@ class CallSource:
     ids: Any
     offsets: Any = None
 
-    def of(self, batch: Any) -> Call | None:
-        """Return the call that a batch will lead to; None if the batch is another than before."""
+    def of(self, batch: Any, tensors: Sequence[Tensor]) -> Call | None:
+        """Return the call that a batch with these tensors will lead to; None if the batch is
+        another than before."""
         if isinstance(self.ids, Given):
             given = self.ids.function(batch)
             ids, offsets = given if isinstance(given, tuple | list) else (given, None)
         else:
-            ids = self.ids.of(batch)
-            offsets = None if self.offsets is None else self.offsets.of(batch)
+            ids = self.ids.of(tensors)
+            offsets = None if self.offsets is None else self.offsets.of(tensors)
         if ids is None or (offsets is None) != (self.call.offsets is None):
             return None
         if self.call.by_row and ids.dim() != 2:
@@ -165,7 +164,8 @@ class IdSources:
         else:  # a second batch: which of the candidates hold there, too
             pairs = zip(calls, self._candidates, strict=True)
             self._candidates = [
-                [x for x in candidates if _holds(x, call, batch)] for call, candidates in pairs
+                [x for x in candidates if _holds(x, call, batch, tensors)]
+                for call, candidates in pairs
             ]
         self._calls = list(calls)
         unknown = [x.table for x, found in zip(calls, self._candidates, strict=True) if not found]
@@ -191,19 +191,22 @@ class IdSources:
         assert self._candidates is not None
         pairs = zip(self._calls, self._candidates, strict=True)
         sources = [CallSource(call, *found[0]) for call, found in pairs if found]
-        calls = [call for source in sources if (call := source.of(batch)) is not None]
-        return JoinedCalls(calls, _whole(sources, calls, batch))
+        tensors = all_tensors_in(batch)
+        calls = [call for source in sources if (call := source.of(batch, tensors)) is not None]
+        return JoinedCalls(calls, _whole(sources, calls, tensors))
 
 
-def _holds(candidate: tuple[Any, Any], call: Call, batch: Any) -> bool:
-    found = CallSource(call, *candidate).of(batch)
+def _holds(candidate: tuple[Any, Any], call: Call, batch: Any, tensors: Sequence[Tensor]) -> bool:
+    found = CallSource(call, *candidate).of(batch, tensors)
     if found is None or found.ids.numel() != call.ids.numel():
         return False
     pairs = zip(found.tensors, call.tensors, strict=True)
     return all(torch.equal(x.reshape(-1).long(), y.reshape(-1).long()) for x, y in pairs)
 
 
-def _whole(sources: Sequence[CallSource], calls: Sequence[Call], batch: Any) -> Tensor | None:
+def _whole(
+    sources: Sequence[CallSource], calls: Sequence[Call], tensors: Sequence[Tensor]
+) -> Tensor | None:
     """Return the tensor whose columns are the ids of all calls, in their order; None: there is
     none."""
     if not calls or len(calls) < len(sources) or not all(call.is_single for call in calls):
@@ -217,7 +220,7 @@ def _whole(sources: Sequence[CallSource], calls: Sequence[Call], batch: Any) -> 
         for x in columns
     ):
         return None
-    tensor = all_tensors_in(batch)[columns[0].tensor]
+    tensor = tensors[columns[0].tensor]
     is_all = [x.first for x in columns] == list(range(tensor.shape[1])) and tensor.dim() == 2
     is_one = len({x.tensor for x in columns}) == 1
     return tensor if is_all and is_one and tensor.dtype == torch.int64 else None
@@ -255,7 +258,7 @@ def _column_by_column(ids: Tensor, tensors: Sequence[Tensor]) -> Iterator[Column
 
 
 def _is_view(selection: Selection, ids: Tensor, tensors: Sequence[Tensor]) -> bool:
-    found = selection.of(list(tensors))
+    found = selection.of(tensors)
     return found is not None and same_memory(found, ids)
 
 
