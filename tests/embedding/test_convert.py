@@ -699,6 +699,7 @@ LEFT: dict[str, tuple[Callable[[Net], Any], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:no embedding of")
 @pytest.mark.parametrize("case", LEFT)
 def test_tables_that_cannot_be_converted_are_left_with_the_reason(
     case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -737,6 +738,7 @@ def test_one_weight_is_refused_if_one_of_its_modules_is() -> None:
     assert model.a.weight is model.other.weight
 
 
+@pytest.mark.filterwarnings("ignore:the gradient of")
 @pytest.mark.parametrize("maker", MAKERS)
 def test_an_optimizer_and_its_state_move_there_and_back(maker: str) -> None:
     """Three steps as a plain model, three converted, and three as a plain one again."""

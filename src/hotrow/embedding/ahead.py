@@ -258,6 +258,7 @@ class Ahead:
             for collection in self._collections.values():
                 collection.pipeline.enter(self)
                 entered.append(collection)
+                collection.calls.begin_pass()
             # A loader may draw the order of its samples when it begins.
             self._began = None if self._is_kept else random_states()
             with _as_it_began(resumed):

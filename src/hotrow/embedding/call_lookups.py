@@ -46,6 +46,10 @@ class CallLookups:
         self._changed: LateFlag | None = None  # allocated with the first comparison
         self._checks, self._warned = 0, False
 
+    def begin_pass(self) -> None:
+        """A pass of `hotrow.ahead` begins, perhaps over batches of another kind."""
+        self._checks = 0
+
     # -- recording ---------------------------------------------------------------------
 
     def record(self) -> None:
@@ -90,6 +94,8 @@ class CallLookups:
 
     def _alone(self, call: Call, *, is_first: bool) -> Tensor:
         """Look up what no plan has."""
+        if capturing():
+            raise RuntimeError(f"the ids of module {call.table!r} are not those of a planned batch")
         joined = JoinedCalls([call])
         group = self._rows.find(call.table)[0]
         planned = self._pipeline.plan_call(joined, group, is_first=is_first)

@@ -23,6 +23,7 @@ from hotrow.embedding.table_modules import (
     config_of,
     why_unsupported,
 )
+from hotrow.embedding.torch_rules import rule_for
 from hotrow.embedding.torch_steps import note_stand_ins
 from hotrow.support.messages import few, warn
 from hotrow.support.units import show_bytes
@@ -80,6 +81,8 @@ def convert(
     weights, where a use of them in a loss raises. Other options are those of
     `hotrow.EmbeddingBagCollection`, such as `strategy` and `seed`.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if held not in HELD:
         raise ValueError(f"held must be one of {', '.join(HELD)}, not {held!r}")
     refuse_replicas()
@@ -103,7 +106,10 @@ def convert(
     if not tables and any(isinstance(module, TableModule) for module in model.modules()):
         warn(f"{name} is converted already; hotrow.revert(model) makes it plain again")
     elif not tables:
-        warn(f"{name} has no nn.Embedding or nn.EmbeddingBag to convert")
+        warn(
+            f"{name} has no nn.Embedding or nn.EmbeddingBag to convert (torch does not see modules "
+            "in plain lists: nn.ModuleList holds them)"
+        )
     elif not chosen and not show:
         first = tables[0]
         warn(f"no embedding of {name} was converted; {next(iter(first.modules))}: {first.reason}")
@@ -278,6 +284,7 @@ def _convert(
 ) -> None:
     if device is None:
         device = _device_of(model, chosen)
+    _check_optimizers(chosen, optimizers, idle)
     configs = [_config(table) for table in chosen]
     weights = {table.name: table.weight.data for table in chosen}
     serving = ModuleTables(configs, weights, device=device, budget=budget, idle=idle, **options)
@@ -371,6 +378,23 @@ def _listed(optimizer: Optimizers) -> list[Optimizer]:
             f"{type(wrong[0]).__name__}"
         )
     return listed
+
+
+def _check_optimizers(
+    chosen: Sequence[_Table], optimizers: Sequence[Optimizer], idle: str | None
+) -> None:
+    """Raise if rows cannot do what an optimizer that exists does, before anything has changed."""
+    weights = {id(table.weight) for table in chosen}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if any(id(param) in weights for param in group["params"]):
+                rule_for(optimizer, group, idle)
+    late = [table.name for table in chosen if table.weight.grad is not None]
+    if late:
+        warn(
+            f"the gradient of {few(late)} from before is dropped: convert a model between an "
+            "optimizer's step and the next backward()"
+        )
 
 
 def _exchange(optimizer: Optimizer, new: Mapping[int, Any]) -> None:

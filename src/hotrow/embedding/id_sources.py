@@ -41,6 +41,7 @@ class Selection:
     first: int = 0
     last: int | None = None  # counted from the end; None: one column, which is no axis any more
     shift: int = 0
+    least: int | None = None  # smaller ones become this: padding that is written as -1
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor | None:
         """Return the ids of a batch with these tensors; None if it has no such tensor."""
@@ -57,6 +58,8 @@ class Selection:
                 ids = ids.narrow(self.axis, self.first, max(0, length))
         if ids.dtype not in (torch.int64, torch.int32):
             ids = ids.long()
+        if self.least is not None:
+            ids = ids.clamp(min=self.least)
         return ids + self.shift if self.shift else ids
 
 
@@ -231,7 +234,10 @@ def _found(ids: Tensor, tensors: Sequence[Tensor]) -> Iterator[Any]:
     usable = [
         (place, tensor.to(ids.device))
         for place, tensor in enumerate(tensors)
-        if tensor.dim() and tensor.numel() and not tensor.is_complex()
+        if tensor.layout == torch.strided
+        and tensor.dim()
+        and tensor.numel()
+        and not tensor.is_complex()
     ]
     by_value = [x for place, tensor in usable for x in _by_value(ids, place, tensor)]
     views = [x for x in by_value if _is_view(x, ids, tensors)]
@@ -241,6 +247,15 @@ def _found(ids: Tensor, tensors: Sequence[Tensor]) -> Iterator[Any]:
     if ids.numel() == 0:
         return
     yield from (x for place, tensor in usable for x in _positions(ids, place, tensor))
+    raised = [
+        replace(x, least=0)
+        for place, tensor in usable
+        if bool((tensor < 0).any())
+        for x in _by_value(ids, place, tensor.clamp(min=0))
+    ]
+    if raised:
+        yield from raised
+        return
     shifted = [x for place, tensor in usable for x in _by_value(ids, place, tensor, may_shift=True)]
     if not shifted and ids.dim() == 2 and 1 < ids.shape[1] <= _MOST_COLUMNS:
         yield from _column_by_column(ids, tensors)

@@ -51,11 +51,12 @@ class ServedModules:
         if self._left and not all(x.id_sources.are_certain for x in self._tables.values()):
             return
         unknown = [name for x in self._tables.values() for name in x.id_sources.unknown]
+        said = [f"{name.replace('/', '.')!r}: function of a batch" for name in unknown]
         if unknown:
             warn(
                 f"what {few(map(repr, unknown))} looks up was not found in the batch, so it is not "
                 "read ahead, which is right but slower. Say what it is: hotrow.ahead(loader, "
-                f"model, ids={{{unknown[0].replace('/', '.')!r}: function of a batch}})"
+                f"model, ids={{{few(said)}}})"
             )
 
     def joined(self, name: str, batch: Any) -> JoinedCalls | None:

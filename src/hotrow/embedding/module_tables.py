@@ -21,15 +21,17 @@ from hotrow.embedding.arguments import drawn_seed, usable_device
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.embedding.id_sources import IdSources
 from hotrow.embedding.stand_ins import StandIns
-from hotrow.embedding.torch_steps import known_rule
+from hotrow.embedding.torch_steps import IDLE, known_rule
 from hotrow.embedding.torch_steps import watch as watch_optimizers
 from hotrow.embedding.torch_surface import refuse_replaced_gradients
+from hotrow.engine.strategy import find_strategy
 from hotrow.inputs.calls import Call
 from hotrow.inputs.tables import Copied, EmbeddingBagConfig
 from hotrow.kernels.rules import RowRule
 from hotrow.sizing.budgets import AUTO
 from hotrow.store.budget import Budget
-from hotrow.support.messages import did_you_mean
+from hotrow.support.interrupts import uninterrupted
+from hotrow.support.messages import did_you_mean, few
 from hotrow.support.units import parse_bytes, show_bytes
 
 
@@ -55,14 +57,19 @@ class ModuleTables:
         refuse_unknown_options(options)
         self.device = usable_device(device)
         self.tables, self.budget = tuple(tables), budget
-        if isinstance(budget, str) and budget != AUTO:
+        strategy = find_strategy(options.get("strategy", "lookahead"))  # raises if there is none
+        is_size = not isinstance(budget, Budget) and budget not in (None, AUTO)
+        if is_size and strategy.needs_budget:
             parse_bytes(budget, total=1 << 40)  # raises if it is none
+        if idle not in IDLE:
+            raise ValueError(f"idle must be 'frozen' or None, not {idle!r}")
         self._weights, self._rule, self._idle = dict(weights), optimizer, idle
         self._zero_rows = dict(zero_rows or {})
         self._options = {**options, "seed": drawn_seed() if seed is None else seed}
         self.stand_ins = StandIns([table.name for table in tables], self.device)
         self.stand_ins.wait_for(self._when_asked())
         self._built: EmbeddingBagCollection | None = None
+        self._lost: list[str] = []  # tables whose weights an error has taken along
         self._building = RLock()  # threads that serve may look up at the same time, at first
         self._modules: WeakSet[nn.Module] = WeakSet()
         self._all_ids: dict[str, Tensor] = {}
@@ -99,19 +106,25 @@ class ModuleTables:
     def collection(self) -> EmbeddingBagCollection:
         """The collection; the first use builds it."""
         if self._built is None:
-            with self._building:
+            with self._building, torch.inference_mode(False), uninterrupted():
                 if self._built is None:
                     self._built = self._build()
                     self.follow_mode()
         return self._built
 
     def _build(self) -> EmbeddingBagCollection:
+        if self._lost:
+            raise RuntimeError(
+                f"the rows of {few(map(repr, self._lost))} were lost when memory ran out, or by "
+                "another error, while they were moved: convert the model anew"
+            )
         copied = {name: Copied([weight]) for name, weight in self._weights.items()}
         self._weights.clear()  # the memory of each is free when the collection has its rows
         try:
             built = self._collection_of(copied)
         except BaseException:
             self._weights = {name: held for name, x in copied.items() for held in x.held}
+            self._lost = [name for name, x in copied.items() if not x.held]
             raise
         if copied:
             built.row_access.note_loaded()
@@ -166,9 +179,9 @@ class ModuleTables:
                     f"cannot move to {device} any more. Move the model before its first step; or "
                     "hotrow.revert(model) makes plain modules of it, which can move"
                 )
-            built, self._built = self._built, None
-            for table in self.tables:
-                self._weights[table.name] = built.row_access.copy_weights(table.name)
+            access = self._built.row_access
+            self._weights = {x.name: access.copy_weights(x.name) for x in self.tables}
+            self._built = None
         self.device = device
         self._all_ids.clear()
         self.stand_ins.move_to(device)
@@ -237,7 +250,12 @@ class ModuleTables:
     def load(self, table: str, first: int, weights: Tensor) -> None:
         """Replace rows from `first` on."""
         kept = self._weights.get(table)
-        if self._built is None and kept is not None and 0 <= first <= len(kept) - len(weights):
+        if (
+            self._built is None
+            and kept is not None
+            and weights.shape[1:] == kept.shape[1:]
+            and 0 <= first <= len(kept) - len(weights)
+        ):
             with torch.no_grad():
                 kept[first : first + len(weights)] = weights.to(kept)
         else:

@@ -364,6 +364,7 @@ class Reader:
     def end(self) -> None:
         """Drop the batches that were read ahead."""
         self._known.clear()
+        self._let_learn(False)
         if self._count > self.yielded and isinstance(self._loader, Iterator):
             with suppress(TypeError):  # it has no weak references
                 _dropped[self._loader] = self._count - self.yielded

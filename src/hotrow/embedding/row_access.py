@@ -118,6 +118,10 @@ class RowAccess:
             )
         self._load(table, first, weights, slice(0, group.dim))
 
+    def note_step(self) -> None:
+        """Note that rows were updated where the host did not launch it."""
+        self._rows.version += 1
+
     def note_loaded(self) -> None:
         """Note that rows are not as their seed would start them."""
         self._rows.is_fresh = False

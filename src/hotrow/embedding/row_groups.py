@@ -24,7 +24,7 @@ from hotrow.engine.rows import RowGroup, cpu_rows
 from hotrow.engine.stages import SPLIT
 from hotrow.engine.strategy import Strategy
 from hotrow.inputs.batch import Lookups
-from hotrow.inputs.tables import EmbeddingBagConfig, group_by_width
+from hotrow.inputs.tables import Copied, EmbeddingBagConfig, group_by_width
 from hotrow.kernels.rules import RowRule
 from hotrow.sizing.budgets import AUTO, auto_budget, buffer_part_of
 from hotrow.store.budget import Budget, larger_budget, share_out
@@ -202,6 +202,7 @@ def build_rows(
     builder.check_free_memory(shared)
     rows = builder.build(engine, shared, **options)
     rows.num_rows, rows.bytes_total = builder.num_rows, builder.bytes_total
+    rows.is_fresh = not any(isinstance(table.start, Copied) for table in tables)
     rows.build_again = partial(
         build_rows, tables, optimizer, strategy, device, profile, budget, engine, **options
     )

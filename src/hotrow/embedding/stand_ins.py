@@ -11,18 +11,21 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, partial, wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from hotrow.engine.row_sums import TableGrads
 from hotrow.support.late_flag import LateFlag
+from hotrow.support.streams import capturing
 
 # A gradient is [[norm, MARK]]. Clipping and unscaling multiply both by the same factor, which the
 # mark gives back to the last bit, as it is a power of two. It is too small to change a norm.
 MARK = 2.0**-40
 _WATCHED_PASSES = 3  # in which a loss over the stand-ins themselves is noticed
+_STAMPS = 1 << 20  # different values of a stand-in, one after the other
+HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _CLOSE = 1e-4  # how far a norm may be from norm times factor: two roundings are far below
 
 
@@ -52,7 +55,9 @@ class StandIns:
     def __init__(self, tables: Sequence[str], device: torch.device) -> None:
         self.names, self.device = tuple(tables), device
         # Of all tables side by side: one launch sets or resets them all.
-        self._values = torch.zeros(len(tables), 1, 2, device=device)
+        # Their values are the number of steps, so that other values are noticed, averages as well.
+        self._stamp = 1.0
+        self._values = torch.full((len(tables), 1, 2), self._stamp, device=device)
         self.parameters = [nn.Parameter(value) for value in self._values]
         self._facts = [StandIn(name) for name in tables]
         self._hooks = []
@@ -60,7 +65,10 @@ class StandIns:
             parameter.stands_for = facts  # type: ignore[attr-defined]
             # A call for each table takes time, and who penalises parameters does so from the start.
             self._hooks.append(parameter.register_hook(partial(_refuse_gradient, facts.table)))
+            for name in HOOKS:
+                setattr(parameter, name, partial(refuse_hook, name))
         self._passes = 0
+        self.are_stepped = False  # an optimizer's step is under way
         self._by_tables: dict[tuple[str, ...], list[nn.Parameter]] = {}
         _refuse_other_norms()
         self._allocate()
@@ -74,11 +82,12 @@ class StandIns:
         self._dense = list(self._grads)  # the gradients of those that are not sparse
         for grad in self._dense:
             grad.is_norm_of_rows = True
-        self._version = self._values._version  # after what we did ourselves
+        self._marks = self._marks_now()  # after what we did ourselves
 
     def move_to(self, device: torch.device) -> None:
         """Be on another device, as the same parameters; no gradient may wait."""
-        self.device, self._values = device, torch.zeros_like(self._values, device=device)
+        self.device = device
+        self._values = torch.full_like(self._values, self._stamp, device=device)
         for parameter, value in zip(self.parameters, self._values, strict=True):
             parameter.data, parameter.grad = value, None
         self._allocate()
@@ -179,22 +188,48 @@ class StandIns:
 
     def refuse_other_values(self) -> None:
         """Raise if a stand-in was written to, where its rows were meant."""
-        if self.device.type != "cpu" and self._values._version == self._version:
+        if self._marks_now() == self._marks and self.device.type != "cpu":
             return  # reading values would wait for the device
-        if not bool(self._values.any()):
+        if self.are_stepped:  # an error, or Ctrl-C, came in the middle of a step
+            self.reset()
             return
-        place = int(self._values.flatten(1).any(1).int().argmax())
+        moved = [
+            now[1] != then[1] for now, then in zip(self._marks_now(), self._marks, strict=True)
+        ]
+        is_other = (self._values != self._stamp).flatten(1).any(1).tolist()
+        found = [
+            place for place, wrong in enumerate(zip(moved, is_other, strict=True)) if any(wrong)
+        ]
+        if not found:
+            return
+        place = found[0]
         raise RuntimeError(
             f"the parameter that stands for table {self.names[place]!r} was written to, but it "
             "holds no rows, so they did not change. To initialise rows use init=, to replace them "
-            "load_weights(); optimizers that move weights before a step, such as SAM, do not work"
+            "load_weights(); optimizers that move weights before a step, such as SAM, do not work, "
+            "nor do averages of model.parameters(): average state_dict()"
         )
 
     def reset(self) -> None:
         """Undo what an optimizer's step did to the stand-ins themselves."""
+        if not capturing():  # a replay would leave the same value every time
+            self._stamp = self._stamp % _STAMPS + 1
         with torch.no_grad():
-            self._values.zero_()
-        self._version = self._values._version
+            self._values.fill_(self._stamp)
+        self.are_stepped, self._marks = False, self._marks_now()
+
+    def _marks_now(self) -> list[tuple[int, int]]:
+        """Return the version and the address of each stand-in."""
+        return [(parameter._version, parameter.data_ptr()) for parameter in self.parameters]
+
+
+def refuse_hook(name: str, *_: Any) -> NoReturn:
+    """Refuse a hook that would not see the gradients of rows."""
+    raise RuntimeError(
+        f"{name}: the gradient of a table of hotrow is not one tensor, and is there after the "
+        "whole backward pass, so no hook of its weight is called; register hooks on the vectors "
+        "that a lookup returns, and step optimizers after backward()"
+    )
 
 
 @cache

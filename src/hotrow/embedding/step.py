@@ -18,6 +18,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from hotrow.embedding import dense_steps
 from hotrow.embedding.row_groups import Group, RowGroups
+from hotrow.embedding.stand_ins import stand_in_of
 from hotrow.embedding.waiting import WaitingGrads
 from hotrow.engine.row_sums import RowSums
 from hotrow.engine.split_batch import Place
@@ -81,10 +82,16 @@ def _of_trained(used: tuple[bool, ...] | None, ctx: Any) -> tuple[bool, ...] | N
     # torch.autograd.grad(), and backward(inputs=...), may ask for some leaves alone.
     needed = ctx.needs_input_grad[3:]
     nodes = [node for node, _ in ctx.next_functions[-len(needed) :]]  # tensors alone have one
-    wanted = [
-        needs and torch._C._will_engine_execute_node(node)
-        for needs, node in zip(needed, nodes, strict=True)
-    ]
+    try:
+        wanted = [
+            needs and torch._C._will_engine_execute_node(node) and _is_trained(node)
+            for needs, node in zip(needed, nodes, strict=True)
+        ]
+    except RuntimeError as error:
+        raise RuntimeError(
+            "torch.autograd.grad() cannot return the gradient of a table, which is not one tensor; "
+            "ask for those of other parameters, or of the vectors that a lookup returns"
+        ) from error
     if all(wanted):
         return used
     features, x = ctx.work.group.layout.features, ctx.work.lookups
@@ -93,6 +100,12 @@ def _of_trained(used: tuple[bool, ...] | None, ctx: Any) -> tuple[bool, ...] | N
         wanted[table if len(wanted) > 1 else 0] and (used is None or used[part])
         for part, table in enumerate(tables)
     )
+
+
+def _is_trained(node: Any) -> bool:
+    """Whether a stand-in was not frozen since the lookup: torch drops its gradient then."""
+    leaf: Any = getattr(node, "variable", None)
+    return stand_in_of(leaf) is None or bool(leaf.requires_grad)
 
 
 def by_feature(vectors: Tensor, x: Lookups) -> tuple[Tensor | None, ...]:

@@ -65,7 +65,10 @@ def _load_rows(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     for place, param, table, owner in _stand_ins(optimizer):
         given = state.get(numbers[place]) if place < len(numbers) else None
-        if given is None or owner.rows.is_apart:
+        if given is None:
+            continue
+        if owner.rows.is_apart:
+            owner.has_state_of(optimizer, table)
             continue
         names = owner.rows.state_widths(table)
         rows = {name: given[name] for name in names if name in given}

@@ -31,8 +31,11 @@ from hotrow.embedding.torch_state import include_rows
 from hotrow.embedding.waiting import WaitingGrads
 from hotrow.embedding.whole_table import WholeTable
 from hotrow.kernels.rules import RowRule
+from hotrow.support.messages import warn
 
 IDLE = (None, "frozen")
+_START = "initial_accumulator_value"
+_ONE_START = f"all tables of a collection have one {_START}"
 # Those that stand-ins were given to; some of these may not belong to any rows yet.
 _with_stand_ins: WeakSet[Optimizer] = WeakSet()
 
@@ -46,8 +49,9 @@ def watch() -> None:
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
     for owner, groups in _held_by(optimizer):
-        owner.before(optimizer, groups)
+        owner.before(optimizer, groups, has_closure=closure is not None)
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -105,6 +109,12 @@ def note_stand_ins(optimizer: Optimizer) -> None:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if any(stand_in_of(param) is not None for param in params):
+        if not all(group["params"] for group in optimizer.param_groups):
+            warn(
+                f"a param group of {type(optimizer).__name__} is empty. The weight of a converted "
+                "module is no element of model.parameters(), so groups that are chosen by id() or "
+                "`is` miss it: choose by name, or by module.parameters()"
+            )
         _include(optimizer)
         for owner, groups in _held_by(optimizer):
             owner.hold(optimizer, groups)
@@ -150,22 +160,31 @@ class TorchSteps:
         self._idle, self._is_known = idle, is_known
         self._holders: WeakSet[Optimizer] = WeakSet([self._optimizer] if is_known else [])
         self._stepped: dict[str, Callable[[], Any]] = {}  # by table: the optimizer, weakly
+        self._applied: dict[str, int] = {}  # by table: the pass whose gradients were applied
         stand_ins.belong_to(self)
+        self._past: dict[str, WeakSet[Optimizer]] = {}  # by table: those that have stepped it
         for optimizer in [*_with_stand_ins]:  # modules have stand-ins before they have rows
             for owner, groups in _held_by(optimizer):
-                if owner is self:
-                    self.hold(optimizer, groups)
+                if owner is self:  # its rule is used in its first step, if it is another
+                    self._note(optimizer, groups)
 
     def hold(self, optimizer: Optimizer, groups: Mapping[str, Any]) -> None:
         """Note an optimizer that was made; one without a rule is refused in its first step."""
-        self._stand_ins.be_sparse(groups, isinstance(optimizer, torch.optim.SparseAdam))
-        if optimizer in self._holders:
-            return
-        self._holders.add(optimizer)
-        _include(optimizer)
-        if not self._is_known:
+        is_new = optimizer not in self._holders
+        self._note(optimizer, groups)
+        if is_new and not self._is_known:
             with suppress(NoRule):
                 self._use(optimizer, self._rules(optimizer, groups))
+
+    def _note(self, optimizer: Optimizer, groups: Mapping[str, Any]) -> None:
+        self._stand_ins.be_sparse(groups, isinstance(optimizer, torch.optim.SparseAdam))
+        self._holders.add(optimizer)
+        _include(optimizer)
+
+    @property
+    def trains(self) -> bool:
+        """Whether some table is trained."""
+        return any(parameter.requires_grad for parameter in self._stand_ins.parameters)
 
     def refuse_unheld(self) -> None:
         """Raise if gradients wait that no optimizer will ever apply."""
@@ -194,18 +213,33 @@ class TorchSteps:
     ) -> None:
         """Replace the state that an optimizer has of a table's rows."""
         self._optimizer.load_table(table, state, step)
-        self._stepped[table] = weakref.ref(optimizer)
+        self.has_state_of(optimizer, table)
 
-    def before(self, optimizer: Optimizer, groups: Mapping[str, Any]) -> None:
+    def has_state_of(self, optimizer: Optimizer, table: str) -> None:
+        """Note that the state of a table's rows is that of an optimizer."""
+        self._stepped[table] = weakref.ref(optimizer)
+        self._past[table] = WeakSet([optimizer])
+
+    def before(self, optimizer: Optimizer, groups: Mapping[str, Any], *, has_closure: bool) -> None:
         """Refuse a step that rows cannot make, before anything has changed."""
-        if not any(self._stand_ins.waiting()):
+        if not any(self._stand_ins.waiting()) and not (has_closure and self.trains):
             return
         rules = self._rules(optimizer, groups)
+        for name in groups:
+            other = self._stepped.get(name, _no_optimizer)()
+            if self._applied.get(name) == self._pending.passes and other not in (None, optimizer):
+                raise RuntimeError(
+                    f"two optimizers hold table {name!r}, and {type(other).__name__} has applied "
+                    "these gradients already; a table belongs into one optimizer. The weight of a "
+                    "converted module is no element of model.parameters(): choose parameters by "
+                    "name, or by module.parameters()"
+                )
         self.hold(optimizer, groups)
         self._use(optimizer, rules)
         if self._stand_ins.device.type == "cpu":
             self._stand_ins.judge()  # before the dense part has changed
         self._take_over(optimizer, groups)
+        self._stand_ins.are_stepped = True
 
     def after(self, optimizer: Optimizer, groups: Mapping[str, Any]) -> None:
         """Update the rows of the tables that have a gradient."""
@@ -213,12 +247,16 @@ class TorchSteps:
         tables = [name for name, waits in zip(names, waiting, strict=True) if waits]
         tables = [name for name in tables if name in groups]
         if not tables:
+            self._stand_ins.are_stepped = False
             return
-        # Here, not before: a closure, or a hook of the user, may have changed settings.
-        self._follow(optimizer, {name: groups[name] for name in tables})
-        if not _was_skipped(optimizer):
-            self._pending.step(tables, getattr(optimizer, "grad_scale", None))
-        self._stand_ins.reset()
+        try:
+            # Here, not before: a closure, or a hook of the user, may have changed settings.
+            self._follow(optimizer, {name: groups[name] for name in tables})
+            if not _was_skipped(optimizer):
+                self._pending.step(tables, getattr(optimizer, "grad_scale", None))
+                self._applied.update(dict.fromkeys(tables, self._pending.passes))
+        finally:
+            self._stand_ins.reset()
 
     def _follow(self, optimizer: Optimizer, groups: Mapping[str, Any]) -> None:
         """Take the settings of an optimizer's param groups for some tables."""
@@ -261,9 +299,16 @@ class TorchSteps:
         others = [
             name for name in tables if self._stepped.get(name, _no_optimizer)() is not optimizer
         ]
+        again = [name for name in others if optimizer in self._past.get(name, ())]
+        if again and self._optimizer.rule.state_names:
+            raise RuntimeError(
+                f"two optimizers step table {again[0]!r} in turns, and its rows have the state of "
+                "one; give each table to one optimizer"
+            )
         self._optimizer.start_anew([name for name in others if name in self._stepped])
         for name in others:
             self._stepped[name] = weakref.ref(optimizer)
+            self._past.setdefault(name, WeakSet()).add(optimizer)
 
     def _rules(self, optimizer: Optimizer, groups: Mapping[str, Any]) -> dict[str, TorchRule]:
         # Most often all tables are in one group.
@@ -274,17 +319,26 @@ class TorchSteps:
     def _use(self, optimizer: Optimizer, rules: Mapping[str, TorchRule]) -> None:
         """Let all rows have the state of an optimizer's rule."""
         before = self._optimizer.rule
-        if self._is_known and all(each.rule is type(before) for each in rules.values()):
+        start = getattr(before, _START, None)
+        if self._is_known and all(
+            each.rule is type(before) and each.settings.get(_START) == start
+            for each in rules.values()
+        ):
             return
         rule = _common_rule(rules)
-        if not self._is_known:
+        if not self._is_known or not any(self._optimizer.steps):
             if rule.state_names and not self._rows.has_state_of(rule):
                 what = f"the first use of {type(optimizer).__name__}, whose state rows get now,"
                 self._pipeline.refuse_if_running(what)
                 self._pipeline.forget_planned()
             self._rows.use_rule(rule)
             self._is_known = True
-        elif type(rule) is not type(before):
+        elif type(rule) is type(before):
+            if set(rules) != set(self._stand_ins.names):
+                raise RuntimeError(_ONE_START)
+            # It takes all tables over, and their state starts anew.
+            self._optimizer.change_rule(rule)
+        else:
             raise RuntimeError(
                 f"rows have the state of {type(before).__name__}, and {type(optimizer).__name__} "
                 "steps them now; all tables of a collection have optimizers of one class, from the "
@@ -299,9 +353,8 @@ def _no_optimizer() -> None:
 def _common_rule(rules: Mapping[str, TorchRule]) -> RowRule:
     """Return a rule of the class of all; tables may differ in settings, but not in the class."""
     first = next(iter(rules.values()))
-    starts = {str(each.settings.get("initial_accumulator_value")) for each in rules.values()}
-    if len(starts) > 1:
-        raise RuntimeError("tables of a collection have one initial_accumulator_value")
+    if len({str(each.settings.get(_START)) for each in rules.values()}) > 1:
+        raise RuntimeError(_ONE_START)
     return first.rule(**{name: _number(value) for name, value in first.settings.items()})
 
 

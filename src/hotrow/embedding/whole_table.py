@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hotrow.embedding.stand_ins import HOOKS, refuse_hook
+
 _MESSAGE = (
     "{name} changes the weight of a hotrow module in place, but what it changes is a copy, so "
     "its rows would stay as they are. To start with other values use init=, to replace rows "
@@ -22,7 +24,9 @@ _FACTS = {"shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cud
 _FACTS |= {"is_leaf", "is_meta", "is_quantized", "is_nested", "itemsize", "nbytes", "names"}
 _FACTS |= {"size", "dim", "numel", "nelement", "ndimension", "is_floating_point", "is_complex"}
 _NO_OPERATORS = {"__index__", "__int__", "__invert__", "__iter__"}
-_HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
+# Of a gradient: what picks rows.
+_OF_ROWS = {"__setitem__", "__getitem__", "select", "narrow", "index_select", "index_fill_"}
+_OF_ROWS |= {"masked_fill_", "masked_fill", "index_add_", "index_copy_", "unbind", "split"}
 _FACTS |= {"element_size", "get_device", "__len__", "__hash__"}
 
 
@@ -57,6 +61,31 @@ class Source:
     stand_in: nn.Parameter  # has the table's gradient, and whether rows are trained
 
 
+class TableGrad(Tensor):
+    """The gradient of a table, as far as it is a tensor: a norm, which can be scaled and read."""
+
+    @staticmethod
+    def of(grad: Tensor) -> TableGrad:
+        with torch._C.DisableTorchFunctionSubclass():
+            shown = grad.as_subclass(TableGrad)
+        shown.is_norm_of_rows = True
+        return shown
+
+    is_norm_of_rows: bool
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _OF_ROWS:
+            raise RuntimeError(
+                f"{name}: the gradients of a table's rows are not in one tensor, so those of some "
+                "rows cannot be read or changed in weight.grad. To keep rows as they are use "
+                "module.collection.freeze_rows({table: rows}), or padding_idx"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
 class WholeTable(CopiedRows):
     """The weights of a table, [rows, dim], which are read when an operation needs them."""
 
@@ -88,12 +117,10 @@ class WholeTable(CopiedRows):
             args[0].stand_in.requires_grad_(*args[1:], **(kwargs or {}))
             return args[0]
         if owner == "grad":  # what clips gradients finds the table's here
-            return func(args[0].stand_in, *args[1:])
-        if name in _HOOKS:
-            raise RuntimeError(
-                f"{name}: the gradient of a table of hotrow is not one tensor, so no hook of its "
-                "weight is called; register hooks on the vectors that a lookup returns"
-            )
+            grad = func(args[0].stand_in, *args[1:])
+            return TableGrad.of(grad) if isinstance(grad, Tensor) and not grad.is_sparse else grad
+        if name in HOOKS:
+            refuse_hook(name)
         if func is functional.embedding and len(args) <= 2:
             vectors = _looked_up(*args, **(kwargs or {}))
             if vectors is not None:

@@ -79,7 +79,10 @@ def _collect_all(node: Any, tensors: list[Tensor], depth: int) -> None:
         return  # labels or names; looking at each would take long
     parts = None if isinstance(node, Tensor | Jagged) else members(node)
     if parts is None and not _collect(node, tensors):
-        parts = getattr(node, "__dict__", None)
+        slots = getattr(type(node), "__slots__", ())
+        named = [slots] if isinstance(slots, str) else slots
+        parts = {name: getattr(node, name) for name in named if hasattr(node, name)}
+        parts |= getattr(node, "__dict__", {})
     if parts is not None and depth:
         for part in parts.values():
             _collect_all(part, tensors, depth - 1)

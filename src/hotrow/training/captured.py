@@ -293,6 +293,7 @@ class CapturedStep:
                 boundary.load(work)
             for collection, tables in graph.updated:
                 collection.optimizer.count_step(tables)
+                collection.row_access.note_step()
                 if collection.optimizer.rule.uses_step:
                     for group in collection.groups:
                         group.capture.push_scalars()

@@ -155,7 +155,7 @@ class GraphedStep:
         """Run one step; the loss lasts until the next."""
         dense_steps.note(self._optimizer)  # a replay calls no hook, and a failed step counts too
         if self._waiting:
-            optimizers = [steps.in_one_step() for steps in self._waiting]
+            optimizers = [steps.in_one_step() for steps in self._waiting if steps.trains]
             self._row_optimizers = [x for x in optimizers if x is not self._optimizer]
         if self._compiles:  # captured steps, which call nothing, count as well
             self._full = max(self._full, len(self.labels(batch)))

@@ -1,0 +1,268 @@
+"""What programs do to parameters that rows cannot follow is refused, not ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hotrow
+
+IDS = torch.arange(9)
+
+
+def converted() -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(1000, 8), nn.Linear(8, 1))
+    return hotrow.convert(model, "8KiB", seed=1, show=False)
+
+
+def backward(model: Any) -> None:
+    model(IDS).sum().backward()
+
+
+def averaged(model: Any) -> None:
+    """Keep an average of the parameters and evaluate with it, as torch_ema does."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    average = [x.detach().clone() for x in model.parameters()]
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+        for old, new in zip(average, model.parameters(), strict=True):
+            old.lerp_(new.detach(), 0.1)
+    for old, new in zip(average, model.parameters(), strict=True):
+        new.data.copy_(old)
+    model(IDS)
+
+
+def chosen_by_identity(model: Any) -> None:
+    table = model[0].weight
+    first = torch.optim.SGD([table], lr=1.0)
+    rest = torch.optim.SGD([x for x in model.parameters() if x is not table], lr=1.0)
+    backward(model)
+    first.step()
+    rest.step()
+
+
+def one_row_without_gradient(model: Any) -> None:
+    backward(model)
+    model[0].weight.grad[0] = 0
+
+
+def stepped_in_backward(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda x: None)
+
+
+REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
+    "average": (averaged, "was written to, .* average state_dict"),
+    "written": (lambda m: [x.data.mul_(2) for x in m.parameters()] and m(IDS), "was written to"),
+    "two optimizers": (chosen_by_identity, "two optimizers hold table '0'"),
+    "a row of a gradient": (one_row_without_gradient, "__setitem__: .*freeze_rows"),
+    "a step in backward()": (stepped_in_backward, "register_post_accumulate_grad_hook: .* no hook"),
+    "a hook": (lambda m: next(m.parameters()).register_hook(lambda g: g), "register_hook: "),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused(name: str) -> None:
+    use, message = REFUSED[name]
+    with pytest.raises(RuntimeError, match=message):
+        use(converted())
+
+
+def test_groups_that_miss_a_table_by_identity_are_warned_of() -> None:
+    model = converted()
+    tables = {id(x.weight) for x in model.modules() if isinstance(x, nn.Embedding)}
+    groups = [
+        {"params": [x for x in model.parameters() if id(x) in tables], "lr": 1.0},
+        {"params": [x for x in model.parameters() if id(x) not in tables]},
+    ]
+    with pytest.warns(UserWarning, match="a param group of SGD is empty"):
+        torch.optim.SGD(groups, lr=0.1)
+
+
+def test_two_optimizers_may_take_turns() -> None:
+    model = converted()
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    before = model.state_dict()["0.weight"]
+    for optimizer in (first, second, second):
+        model.zero_grad()
+        backward(model)
+        optimizer.step()
+    assert not torch.equal(model.state_dict()["0.weight"], before)
+
+
+@pytest.mark.parametrize("read", ["lookup", "weights", "ahead"])
+def test_rows_may_be_built_in_inference_mode(read: str) -> None:
+    model = converted()
+    with torch.inference_mode():
+        if read == "lookup":
+            model(IDS)
+        elif read == "weights":
+            list(model[0].weights())
+        else:
+            next(iter(hotrow.ahead([IDS], model.eval())))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.train().zero_grad()
+    backward(model)
+    optimizer.step()
+
+
+class Slots:
+    __slots__ = ("ids",)
+
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", ["slots", "padding of -1"])
+def test_ids_are_found(kind: str) -> None:
+    model = converted()
+    ids = torch.tensor([[3, -1], [5, 7]]) if kind != "slots" else IDS.view(3, 3)
+    for batch in hotrow.ahead([Slots(ids) for _ in range(4)], model):
+        model[0](batch.ids.clamp(min=0)).sum().backward()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("budget", [0, -5, "4 gigs"])
+def test_a_budget_that_is_none_is_refused_at_once(budget: Any) -> None:
+    with pytest.raises(ValueError, match=r"budget|bytes"):
+        hotrow.convert(nn.Sequential(nn.Embedding(1000, 8)), budget, show=False)
+
+
+def test_a_class_is_no_model() -> None:
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got type"):
+        hotrow.convert(nn.Sequential, "1MiB")  # type: ignore[type-var]
+
+
+# -- optimizers that change ------------------------------------------------------------------
+
+
+def plain() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(1000, 8), nn.Linear(8, 1))
+
+
+def adagrad(model: Any, start: float = 0.0) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=start)
+
+
+def sgd(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    for number in range(steps):
+        optimizer.zero_grad()
+        model(IDS + 20 * number).square().sum().backward()
+        optimizer.step()
+
+
+def rows(model: Any) -> Tensor:
+    weight: Tensor = model.state_dict()["0.weight"]
+    return weight
+
+
+def two_made(model: Any) -> None:
+    held = [sgd(model), adagrad(model), torch.optim.Adam(model.parameters())]
+    train(model, held[1])
+
+
+def another_start(model: Any) -> None:
+    train(model, adagrad(model))
+    train(model, adagrad(model, 1.0))
+
+
+def a_closure(model: Any) -> None:
+    train(model, adagrad(model))
+    optimizer = adagrad(model)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(IDS).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def frozen_before_backward(model: Any) -> None:
+    optimizer = sgd(model)
+    loss = model(IDS).sum()
+    model[0].requires_grad_(False)
+    loss.backward()
+    optimizer.step()
+
+
+CHANGES = {x.__name__: x for x in (two_made, another_start, a_closure, frozen_before_backward)}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_rows_follow_as_in_torch(name: str) -> None:
+    expected, found = plain(), hotrow.convert(plain(), "30%", seed=1, show=False)
+    CHANGES[name](expected)
+    CHANGES[name](found)
+    torch.testing.assert_close(rows(found), rows(expected), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[1].weight, expected[1].weight, rtol=1e-5, atol=1e-6)
+
+
+def test_optimizers_with_state_in_turns_are_refused() -> None:
+    model = hotrow.convert(plain(), "30%", seed=1, show=False)
+    first, second = adagrad(model), adagrad(model)
+    train(model, first)
+    train(model, second)
+    with pytest.raises(RuntimeError, match="two optimizers step table '0' in turns"):
+        train(model, first)
+
+
+def test_a_checkpoint_loaded_in_the_same_process_keeps_its_state(tmp_path: Any) -> None:
+    model = hotrow.convert(plain(), "30%", seed=1, show=False)
+    optimizer = adagrad(model)
+    train(model, optimizer)
+    hotrow.save_checkpoint(tmp_path, model, step=3, optimizer=optimizer)
+    train(model, optimizer)
+    expected = rows(model)
+    again = adagrad(model)
+    hotrow.load_checkpoint(tmp_path, model, optimizer=again)
+    train(model, again)
+    assert torch.equal(rows(model), expected)
+
+
+def test_an_error_in_a_step_does_not_end_training() -> None:
+    model = hotrow.convert(plain(), "30%", seed=1, show=False)
+    optimizer = adagrad(model)
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = optimizer.register_step_post_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, optimizer)
+    handle.remove()
+    before = rows(model)
+    train(model, optimizer)
+    assert not torch.equal(rows(model), before)
+
+
+def test_weights_are_not_lost_silently_where_building_fails(monkeypatch: Any) -> None:
+    from hotrow.embedding import module_tables
+
+    model = hotrow.convert(plain(), "30%", seed=1, show=False)
+    of_collection = module_tables.EmbeddingBagCollection
+
+    def fails(*args: Any, **options: Any) -> Any:
+        of_collection(*args, **options)
+        raise MemoryError
+
+    monkeypatch.setattr(module_tables, "EmbeddingBagCollection", fails)
+    with pytest.raises(MemoryError):
+        model(IDS)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match=r"'0' were lost .* convert the model anew"):
+        model(IDS)
