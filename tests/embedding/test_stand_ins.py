@@ -266,3 +266,24 @@ def test_weights_are_not_lost_silently_where_building_fails(monkeypatch: Any) ->
     monkeypatch.undo()
     with pytest.raises(RuntimeError, match=r"'0' were lost .* convert the model anew"):
         model(IDS)
+
+
+def test_a_step_inside_accumulate_is_refused() -> None:
+    model = hotrow.convert(plain(), "30%", seed=1, show=False)
+    optimizer = sgd(model)
+    train(model, optimizer, 1)
+    with model[0].collection.accumulate():
+        backward(model)
+        with pytest.raises(RuntimeError, match=r"inside of accumulate\(\)"):
+            optimizer.step()
+
+
+class Named(nn.Embedding):
+    table = "mine"
+
+
+def test_a_module_with_attributes_of_the_same_names_is_left() -> None:
+    model = nn.Sequential(Named(300, 8), nn.Embedding(300, 8))
+    hotrow.convert(model, "60%", show=False)
+    assert type(model[0]) is Named
+    assert isinstance(model[1], hotrow.Embedding)

@@ -32,6 +32,7 @@ AnyModel = TypeVar("AnyModel", bound=nn.Module)
 Optimizers = Optimizer | Sequence[Optimizer] | None
 _PLAIN = (nn.Embedding, nn.EmbeddingBag)
 HELD = ("leave", "replace")
+OURS = ("collection", "tables", "table")  # attributes that a module gets
 _DEPTH = 6  # of containers in which weights are searched for
 _INSIDE = " (inside of an object)"
 _LOOKED_AT_APART = (nn.Module, Optimizer, ModuleType, type, str, int, float)
@@ -190,6 +191,9 @@ def _why_left(table: _Table, holders: _Holders, held: str) -> str | None:
         reason = why_unsupported(part.max_norm, part.scale_grad_by_freq, weight.dtype)
         if reason is not None:
             return reason
+    shadowed = [name for x in table.modules.values() for name in OURS if hasattr(x, name)]
+    if shadowed:
+        return f"it has an attribute {shadowed[0]!r}, as hotrow's modules have"
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
         return "hooks are registered on its weight, which would not be called any more"
     if id(weight) in holders.parameters:

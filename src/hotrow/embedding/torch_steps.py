@@ -224,6 +224,11 @@ class TorchSteps:
         """Refuse a step that rows cannot make, before anything has changed."""
         if not any(self._stand_ins.waiting()) and not (has_closure and self.trains):
             return
+        if self._pending.is_accumulating:
+            raise RuntimeError(
+                "an optimizer's step inside of accumulate() would come before the gradients that "
+                "it joins; step after it. With update='step' gradients add up without it"
+            )
         rules = self._rules(optimizer, groups)
         for name in groups:
             other = self._stepped.get(name, _no_optimizer)()
