@@ -71,6 +71,11 @@ class CallLookups:
             self._recorded.append(call)
         return self._records
 
+    @property
+    def moment(self) -> tuple[int, int]:
+        """What changes with every backward pass, and with every update of rows."""
+        return self._step.passes, self._rows.version
+
     # -- lookups -----------------------------------------------------------------------
 
     def read(self, call: Call) -> Tensor:

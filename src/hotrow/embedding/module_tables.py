@@ -69,6 +69,7 @@ class ModuleTables:
         self.stand_ins = StandIns([table.name for table in tables], self.device)
         self.stand_ins.wait_for(self._when_asked())
         self._built: EmbeddingBagCollection | None = None
+        self._checked_at: object = None  # stand-ins and wrappers
         self._lost: list[str] = []  # tables whose weights an error has taken along
         self._building = RLock()  # threads that serve may look up at the same time, at first
         self._modules: WeakSet[nn.Module] = WeakSet()
@@ -200,8 +201,11 @@ class ModuleTables:
         elsewhere = collection.pipeline.thread.is_elsewhere
         if is_read or (not trains and elsewhere):
             return collection.calls.read(call)
-        refuse_replaced_gradients()
-        self.stand_ins.refuse_other_values()
+        moment = collection.calls.moment
+        if self._checked_at != moment:  # once for all modules of a forward pass
+            refuse_replaced_gradients()
+            self.stand_ins.refuse_other_values()
+            self._checked_at = moment
         return collection.calls.look_up(call)
 
     def whole(self, table: str) -> Tensor:
