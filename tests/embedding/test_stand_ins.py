@@ -287,3 +287,15 @@ def test_a_module_with_attributes_of_the_same_names_is_left() -> None:
     hotrow.convert(model, "60%", show=False)
     assert type(model[0]) is Named
     assert isinstance(model[1], hotrow.Embedding)
+
+
+def test_a_budget_that_is_too_small_is_refused_before_anything_changes() -> None:
+    model = plain()
+    optimizer = adagrad(model)
+    train(model, optimizer)
+    optimizer.zero_grad()
+    state = optimizer.state[model[0].weight]["sum"].clone()
+    with pytest.raises(ValueError, match="the smallest that works here"):
+        hotrow.convert(model, "100B", optimizer=optimizer, show=False)
+    assert type(model[0]) is nn.Embedding
+    assert torch.equal(optimizer.state[model[0].weight]["sum"], state)

@@ -25,6 +25,7 @@ from hotrow.embedding.table_modules import (
 )
 from hotrow.embedding.torch_rules import rule_for
 from hotrow.embedding.torch_steps import note_stand_ins
+from hotrow.kernels.rules import SGD, RowRule
 from hotrow.support.messages import few, warn
 from hotrow.support.units import show_bytes
 
@@ -288,10 +289,11 @@ def _convert(
 ) -> None:
     if device is None:
         device = _device_of(model, chosen)
-    _check_optimizers(chosen, optimizers, idle)
+    rule = _checked_rule(chosen, optimizers, idle)
     configs = [_config(table) for table in chosen]
     weights = {table.name: table.weight.data for table in chosen}
     serving = ModuleTables(configs, weights, device=device, budget=budget, idle=idle, **options)
+    serving.check_budget(rule)
     new: dict[int, Any] = {}
     for table in chosen:
         stand_in = serving.stand_in(table.name)
@@ -384,21 +386,24 @@ def _listed(optimizer: Optimizers) -> list[Optimizer]:
     return listed
 
 
-def _check_optimizers(
+def _checked_rule(
     chosen: Sequence[_Table], optimizers: Sequence[Optimizer], idle: str | None
-) -> None:
-    """Raise if rows cannot do what an optimizer that exists does, before anything has changed."""
+) -> RowRule:
+    """Return what optimizers that exist do to rows; raise if they cannot, before anything has
+    changed."""
+    rule: RowRule = SGD()
     weights = {id(table.weight) for table in chosen}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             if any(id(param) in weights for param in group["params"]):
-                rule_for(optimizer, group, idle)
+                rule = rule_for(optimizer, group, idle).rule(lr=1.0)  # for its state alone
     late = [table.name for table in chosen if table.weight.grad is not None]
     if late:
         warn(
             f"the gradient of {few(late)} from before is dropped: convert a model between an "
             "optimizer's step and the next backward()"
         )
+    return rule
 
 
 def _exchange(optimizer: Optimizer, new: Mapping[int, Any]) -> None:

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from hotrow.embedding.arguments import drawn_seed, usable_device
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.embedding.id_sources import IdSources
+from hotrow.embedding.optimizer import RowOptimizer
+from hotrow.embedding.row_groups import GroupBuilder
 from hotrow.embedding.stand_ins import StandIns
 from hotrow.embedding.torch_steps import IDLE, known_rule
 from hotrow.embedding.torch_steps import watch as watch_optimizers
@@ -141,6 +143,17 @@ class ModuleTables:
         total = sum(4 * rows * (dim + rule.state_width(dim)) for rows, dim in widths)
         is_known = not isinstance(self.budget, Budget) and self.budget not in (None, AUTO)
         return is_known and parse_bytes(self.budget, total=total) >= total
+
+    def check_budget(self, rule: RowRule) -> None:
+        """Raise if the budget cannot hold what the rows of a rule need at least."""
+        strategy = find_strategy(self._options.get("strategy", "lookahead"))
+        if self.budget in (None, AUTO) or not strategy.needs_budget:
+            return
+        if "strategy" in self._options or not self._all_fit(rule):
+            profile = self._options.get("profile")
+            optimizer = RowOptimizer(rule, self.tables)
+            builder = GroupBuilder(self.tables, optimizer, strategy, self.device, profile)
+            builder.divide(self.budget)
 
     def _collection_of(self, copied: Mapping[str, Copied]) -> EmbeddingBagCollection:
         options = dict(self._options)
