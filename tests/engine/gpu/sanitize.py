@@ -37,6 +37,7 @@ from hotrow.kernels.triton import (
     interact,
     lookup,
     maps,
+    norms,
     ranking,
     segments,
     start,
@@ -138,6 +139,17 @@ def kernels() -> None:
         interact.interact_backward(torch.randn_like(out), dense, vectors)
     for dense_map in (False, True):
         map_of_rows(dense_map)
+    for count in (0, 1, 70):
+        norms_of_tables(count)
+
+
+def norms_of_tables(count: int) -> None:
+    ids, grads = torch.arange(count, device=DEVICE).int(), torch.rand(count, 5, device=DEVICE)
+    of_tables, marked = torch.zeros(3, device=DEVICE), torch.zeros(3, 1, 2, device=DEVICE)
+    bases, places = ints(0, 40, 99, dtype=torch.int64), ints(2, 0, dtype=torch.int64)
+    valid = None if count == 1 else grads[:, 0] < 0.5
+    norms.table_norms(ids, grads, valid, bases, of_tables, marked, 2.0**-40, places)
+    norms.judge(marked, of_tables, 2.0**-40, 1e-4, ints(0))
 
 
 def rows_between(width: int) -> None:
