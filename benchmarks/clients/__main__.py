@@ -29,7 +29,7 @@ def main() -> int:
     for module in args.modules:
         for case in importlib.import_module(module).cases(args.steps):
             for optimizer in case.optimizers:
-                name = f"{case.library}/{case.name}/{optimizer}"
+                name = f"{case.source}/{case.name}/{optimizer}"
                 if all(part.lower() in name.lower() for part in args.only):
                     results.append(_run(case, optimizer, args.plain))
                     console.print(f"{name}: {results[-1].outcome}", highlight=False)
@@ -38,7 +38,7 @@ def main() -> int:
         if result.note and result.outcome not in ("equal", "plain", "rounding"):
             note = "\n".join(result.note.splitlines()[-_NOTE_LINES:])
             console.print(
-                f"\n{result.library} {result.model}, {result.optimizer}: {note}", markup=False
+                f"\n{result.source} {result.model}, {result.optimizer}: {note}", markup=False
             )
     if args.json:
         args.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
@@ -61,7 +61,7 @@ def _run(case: Case, optimizer: str, plain_only: bool) -> Result:
         return compare(case, optimizer, plain_only)
     except Exception:
         note = traceback.format_exc()
-        return Result(case.library, case.name, optimizer, outcome="FAILED", note=note)
+        return Result(case.source, case.name, optimizer, outcome="FAILED", note=note)
 
 
 def _table(results: list[Result]) -> Table:
@@ -72,7 +72,7 @@ def _table(results: list[Result]) -> Table:
         table.add_column(name, justify=justify, no_wrap=True)
     for x in results:
         color = _COLORS.get(x.outcome, "default")
-        names, outcome = (f"{x.library} {x.model}", x.optimizer), f"[{color}]{x.outcome}"
+        names, outcome = (f"{x.source} {x.model}", x.optimizer), f"[{color}]{x.outcome}"
         if not x.steps:
             table.add_row(*names, *["-"] * 9, outcome)
             continue

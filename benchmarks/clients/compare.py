@@ -31,7 +31,7 @@ class Case:
     "kept" (leave all tables alone and print why) or "refused" (raise in training and say why).
     """
 
-    library: str
+    source: str
     name: str
     build: Callable[[], nn.Module]
     train: Callable[[nn.Module, str, list[float]], None]
@@ -47,7 +47,7 @@ class Case:
 class Result:
     """What one case showed."""
 
-    library: str
+    source: str
     model: str
     optimizer: str
     outcome: str = "equal"
@@ -137,7 +137,7 @@ def quiet() -> Iterator[io.StringIO]:
 
 def compare(case: Case, optimizer: str, plain_only: bool) -> Result:
     """Train a model and its converted copy, and return what differs."""
-    result = Result(case.library, case.name, optimizer)
+    result = Result(case.source, case.name, optimizer)
     if optimizer in case.not_in_torch:
         result.outcome, result.note = "not in torch", case.not_in_torch[optimizer]
         return result
