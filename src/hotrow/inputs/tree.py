@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from hotrow.inputs.jagged_tensor import Jagged
 
-_MOST_PARTS = 1024  # of a list in which tensors are searched for
+_MOST_PARTS = 1024  # of a container in which tensors are searched for
 
 
 def members(node: Any) -> Mapping[Any, Any] | None:
@@ -75,8 +76,10 @@ def all_tensors_in(batch: Any) -> list[Tensor]:
 
 
 def _collect_all(node: Any, tensors: list[Tensor], depth: int) -> None:
-    if isinstance(node, list) and len(node) > _MOST_PARTS:
+    if isinstance(node, list | tuple | Mapping) and len(node) > _MOST_PARTS:
         return  # labels or names; looking at each would take long
+    if callable(node) or isinstance(node, ModuleType):
+        return  # no part of a batch, though it may refer to it
     parts = None if isinstance(node, Tensor | Jagged) else members(node)
     if parts is None and not _collect(node, tensors):
         slots = getattr(type(node), "__slots__", ())
