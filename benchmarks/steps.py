@@ -55,13 +55,18 @@ class Fields(nn.Module):
             [nn.Embedding(count, dim, _weight=torch.zeros(count, dim)) for count in rows]
         )
 
-    def forward(self, ids: Tensor) -> Fields:
-        vectors = [field(ids[:, k]) for k, field in enumerate(self.fields)]
-        self.vectors = torch.cat(vectors, 1)
-        return self
+    def forward(self, ids: Tensor) -> Side:
+        return Side([field(ids[:, k]) for k, field in enumerate(self.fields)])
+
+
+class Side:
+    """Vectors of all modules, side by side; none outlives its step, or it could not be captured."""
+
+    def __init__(self, vectors: list[Tensor]) -> None:
+        self._vectors = vectors
 
     def values(self) -> Tensor:
-        return self.vectors
+        return torch.cat(self._vectors, 1)
 
 
 def modules_of(rows: tuple[int, ...], dim: int, device: torch.device) -> DLRM:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hotrow.embedding.row_groups import Group, RowGroups
 from hotrow.embedding.stand_ins import StandIns
-from hotrow.engine.row_sums import RowSums
+from hotrow.engine.row_sums import RowSums, Scaling
 
 
 class WaitingGrads:
@@ -35,32 +35,39 @@ class WaitingGrads:
         """Add the gradients of a backward pass, by the place of a group; `tables` have one,
         perhaps of no row."""
         waiting = self._stand_ins.waiting()
-        self._follow(waiting)
+        before = self._factors(waiting)
         for place, news in sums.items():
             olds = [self._sums[place]] if place in self._sums else []
-            self._sums[place] = self._group(place).sums.joined([*olds, *news])
+            scaling = self._scaling(place, *before) if olds and before is not None else None
+            self._sums[place] = self._group(place).sums.joined([*olds, *news], scaling)
+        if before is not None:
+            for place in self._sums.keys() - sums.keys():
+                joined = self._group(place).sums.joined
+                self._sums[place] = joined([self._sums[place]], self._scaling(place, *before))
         names = self._stand_ins.names
-        given = [place for place, name in enumerate(names) if waiting[place] or name in tables]
+        given: Sequence[int] = range(len(names))
+        if len(tables) < len(names):
+            given = [place for place in given if waiting[place] or names[place] in tables]
         if len(self._sums) < len(self._rows.groups):
             self._stand_ins.clear()
         for place, each in self._sums.items():
             self._group(place).sums.write_norms(each, self._stand_ins.table_grads(self._at(place)))
         self._stand_ins.publish(given)
 
-    def _follow(self, waiting: Sequence[bool]) -> None:
-        """Do to the gradients that wait what was done to the stand-ins' since."""
-        if not self._sums:
-            return
+    def _factors(self, waiting: Sequence[bool]) -> tuple[Tensor, Tensor] | None:
+        """Return what was done since to the gradients that wait: factors, and which are kept; None
+        if none wait."""
         if not any(waiting):
             self._sums.clear()
-            return
+        if not self._sums:
+            return None
         refuse_unheld = self._refuse_unheld()
         if refuse_unheld is not None:
             refuse_unheld()
-        factors, kept = self._stand_ins.judge()
-        for place, sums in self._sums.items():
-            at = self._at(place)
-            self._sums[place] = self._group(place).sums.scaled(sums, at, factors, kept)
+        return self._stand_ins.judge()
+
+    def _scaling(self, place: int, factors: Tensor, kept: Tensor) -> Scaling:
+        return Scaling(self._at(place), factors, kept)
 
     def _group(self, place: int) -> Group:
         return self._rows.groups[place]
@@ -84,7 +91,7 @@ class WaitingGrads:
         if len(tables) < len(self._stand_ins.names):
             stepped = stepped & self._mask(tables)
         for place, sums in self._sums.items():
-            self._group(place).sums.update(sums, self._at(place), factors, stepped)
+            self._group(place).sums.update(sums, self._scaling(place, factors, stepped))
 
     def _mask(self, tables: Collection[str]) -> Tensor:
         key = tuple(name in tables for name in self._stand_ins.names)

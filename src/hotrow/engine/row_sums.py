@@ -24,6 +24,7 @@ class RowSums:
     work: Any = None  # the batch, if all rows are of one; a GPU's engine keeps no plan alive
     # [n] bool: others have no gradient; None: all have. The id `num_rows` is padding, anyhow.
     valid: Tensor | None = None
+    count: Any = None  # how many rows there are before padding, known late; None: no padding
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,17 @@ class TableGrads:
     places: Tensor  # [T] int64: where each table of the group stands among all
 
 
+@dataclass(frozen=True)
+class Scaling:
+    """What was done to the gradients of each table since they were summed."""
+
+    places: Tensor  # [T] int64: where each table of the group stands among all
+    factors: Tensor  # [all tables] float32
+    kept: Tensor  # [all tables] bool: others have no gradient, or are not stepped
+
+
 class HostSums:
-    """Sums whose number the host knows. Factors and masks are by table of the collection."""
+    """Sums whose number the host knows."""
 
     def __init__(self, group: Any) -> None:
         self._group, self._layout = group, group.layout
@@ -50,18 +60,21 @@ class HostSums:
         ids, sums = self._group.grads_by_row(work, x, grads)
         return RowSums(ids, sums, work)
 
-    def joined(self, parts: Sequence[RowSums]) -> RowSums:
-        """Add sums up, in their order."""
+    def joined(self, parts: Sequence[RowSums], scaling: Scaling | None = None) -> RowSums:
+        """Add sums up, in their order; `scaling` is what was done to the first since."""
+        if scaling is not None:
+            parts = [self._scaled(parts[0], scaling), *parts[1:]]
         if len(parts) == 1:
             return parts[0]
         ids = reference.sort_ids(torch.cat([part.ids for part in parts]), self._layout.num_rows)
         grads = torch.cat([part.grads for part in parts])
         return RowSums(ids.ids, reference.sum_pairs(grads, ids))
 
-    def scaled(self, sums: RowSums, places: Tensor, factors: Tensor, kept: Tensor) -> RowSums:
+    def _scaled(self, sums: RowSums, scaling: Scaling) -> RowSums:
         """Multiply the gradients of each table; drop those of tables that are not kept."""
-        tables = places[self._layout.table_of(sums.ids)]
-        if not bool(kept[places].all()):
+        factors, kept = scaling.factors, scaling.kept
+        tables = scaling.places[self._layout.table_of(sums.ids)]
+        if not bool(kept[scaling.places].all()):
             taken = kept[tables]
             sums = RowSums(sums.ids[taken], sums.grads[taken], sums.work)
             tables = tables[taken]
@@ -86,9 +99,9 @@ class HostSums:
         out.marked[out.places, 0, 0] = out.norms[out.places]
         out.marked[out.places, 0, 1] = out.mark
 
-    def update(self, sums: RowSums, places: Tensor, factors: Tensor, stepped: Tensor) -> None:
-        """Make one optimizer step on the rows of some tables."""
-        sums = self.scaled(sums, places, factors, stepped)
+    def update(self, sums: RowSums, scaling: Scaling) -> None:
+        """Make one optimizer step on the rows of the tables that are kept."""
+        sums = self._scaled(sums, scaling)
         if self._group.strategy.on_host:  # its update works in place, and these go on waiting
             sums = replace(sums, grads=sums.grads.clone())
         if sums.ids.numel():

@@ -1,4 +1,4 @@
-"""A flag that a device sets and the host reads without waiting for it."""
+"""What a device knows and the host reads without waiting for it."""
 
 from __future__ import annotations
 
@@ -43,3 +43,22 @@ class LateFlag:
         self._copied = torch.cuda.Event()
         self._copied.record()
         return is_set
+
+
+class LateCount:
+    """A number on a device that the host knows some time after it was computed."""
+
+    def __init__(self, there: Tensor) -> None:
+        self._here = there
+        self._copied: Any = None
+        if there.is_cuda and not capturing():
+            self._here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+            self._here.copy_(there, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def now(self) -> int | None:
+        """Return the number; None: it is not known yet."""
+        if self._here.is_cuda or (self._copied is not None and not self._copied.query()):
+            return None
+        return int(self._here)

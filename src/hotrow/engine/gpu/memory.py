@@ -110,6 +110,16 @@ class HostStore:
         away = ids >= 0
         out[away] = self.store.rows[ids[away].cpu()].to(out.device)
 
+    def to_change(self, ids: Tensor) -> Tensor | None:
+        """Return all rows, of which a kernel changes those of `ids`, -1 for none; None: kernels
+        cannot reach them."""
+        if not self.is_locked:
+            return None
+        if self.unwritten is not None:
+            self.unwritten.note(ids)
+        self.store.will_write(ids)
+        return self.store.rows
+
     def write(self, ids: Tensor, rows: Tensor) -> None:
         """Replace rows by rows on the device; -1: skip the row."""
         if self.unwritten is not None:

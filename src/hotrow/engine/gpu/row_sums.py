@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hotrow.engine.row_sums import HostSums, RowSums, TableGrads
+from hotrow.engine.row_sums import HostSums, RowSums, Scaling, TableGrads
 from hotrow.engine.scratchpad import FREE
 from hotrow.inputs.batch import Lookups
-from hotrow.kernels.triton import norms, update
-from hotrow.kernels.triton.segments import segments_of
+from hotrow.kernels.triton import norms
+from hotrow.kernels.triton.merge import Pairs, merge
 from hotrow.kernels.triton.update import Tables
+from hotrow.support.late_flag import LateCount
 from hotrow.support.streams import capturing
 
 
@@ -34,23 +34,22 @@ class DeviceSums(HostSums):
         sums, ids, valid = self._group.arithmetic.row_sums(work, x, grads, most)
         return RowSums(ids, sums, weakref.ref(work), valid)
 
-    def joined(self, parts: Sequence[RowSums]) -> RowSums:
-        if len(parts) == 1:
-            return parts[0]
-        padding = self._layout.num_rows
-        every = torch.cat([_padded(part, padding).long() for part in parts])
-        segments = segments_of(every)
-        # Rows cannot be more than there are, with padding.
-        most = min(every.numel(), padding + 1)
-        grads = torch.cat([part.grads for part in parts])
-        sums = update.sum_by_row(grads, None, None, None, segments, padding=padding, most=most)
-        is_there = torch.arange(most, device=every.device) < segments.count
-        return RowSums(torch.where(is_there, segments.ids[:most], padding), sums)
+    def joined(self, parts: Sequence[RowSums], scaling: Scaling | None = None) -> RowSums:
+        tables = None if scaling is None else self._tables(scaling)
+        joined, others = parts[0], parts[1:]
+        if tables is not None and not others:
+            others = [RowSums(joined.ids[:0], joined.grads[:0])]
+        for part in others:
+            first, second = _pairs(_trimmed(joined)), _pairs(part)
+            pairs, count = merge(first, second, self._layout.num_rows, tables)
+            joined = RowSums(pairs.ids, pairs.grads, None, pairs.valid, LateCount(count))
+            tables = None  # it is done
+        return joined
 
-    def scaled(self, sums: RowSums, places: Tensor, factors: Tensor, kept: Tensor) -> RowSums:
-        tables = places[torch.bucketize(sums.ids.long(), self._bases[1:-1], right=True)]
-        valid = kept[tables] if sums.valid is None else sums.valid & kept[tables]
-        return replace(sums, grads=sums.grads * factors[tables].unsqueeze(1), valid=valid)
+    def _tables(self, scaling: Scaling) -> Tables:
+        layout = self._layout
+        places, factors, kept = scaling.places, scaling.factors, scaling.kept
+        return Tables(self._bases, len(layout.tables), layout.num_rows, places, factors, kept)
 
     def write_norms(self, sums: RowSums, out: TableGrads) -> None:
         frozen = self._group.store.frozen
@@ -59,9 +58,8 @@ class DeviceSums(HostSums):
             out.places, frozen.bits, frozen.untrained,
         )  # fmt: skip
 
-    def update(self, sums: RowSums, places: Tensor, factors: Tensor, stepped: Tensor) -> None:
-        group, layout = self._group, self._layout
-        tables = Tables(self._bases, len(layout.tables), layout.num_rows, places, factors, stepped)
+    def update(self, sums: RowSums, scaling: Scaling) -> None:
+        group, tables = self._group, self._tables(scaling)
         work = None if sums.work is None else _alive(sums.work)
         if work is not None and group.slots_hold(work):
             slots = work.plan.buffers.row_slots[: sums.ids.numel()]
@@ -70,29 +68,37 @@ class DeviceSums(HostSums):
         self._update_found(sums, tables)
 
     def _update_found(self, sums: RowSums, tables: Tables) -> None:
-        """Update rows where they are now: those in slots at once, others through the buffer."""
-        group, memory, null = self._group, self._group.memory, self._group.memory.null_slot
+        """Update rows where they are now, in slots or in the store."""
+        group, null = self._group, self._group.memory.null_slot
         ids = sums.ids.long()
         is_row = ids < self._layout.num_rows
+        if sums.valid is not None:
+            is_row &= sums.valid
         group.mover.settle()
         slots = group.direct.locate(torch.where(is_row, ids, 0))
-        in_slot = torch.where(is_row & (slots != FREE), slots, null)
+        is_there = slots != FREE
+        in_slot = torch.where(is_row & is_there, slots, null)
         group.arithmetic.update_sums(group.slots, sums, in_slot, tables, null)
-        if not group.flight.rows_move:
-            return
-        away = torch.where(is_row & (slots == FREE), ids, FREE)
-        if sums.valid is not None:
-            away = torch.where(sums.valid, away, FREE)
+        if group.flight.rows_move:
+            self._update_store(sums, torch.where(is_row & ~is_there, ids, FREE), tables)
+
+    def _update_store(self, sums: RowSums, away: Tensor, tables: Tables) -> None:
+        """Update the rows of `away`, -1 for none, which the store has."""
+        group, memory = self._group, self._group.memory
         group.store.note(away)
-        for first in range(0, away.numel(), group.chunk_rows):
-            part = slice(first, first + group.chunk_rows)
-            mine = away[part]
-            rows = memory.buffer.take(mine.numel())
-            memory.read_store(mine, rows)
-            group.mover.read_leaving(mine, rows)
-            places = torch.where(mine == FREE, FREE, torch.arange(len(mine), device=ids.device))
-            group.arithmetic.update_sums(rows, _part_of(sums, part), places, tables, FREE)
-            memory.write_store(mine, rows)
+        rows = memory.host.to_change(away)
+        if rows is not None:  # kernels change rows where they lie
+            group.arithmetic.update_sums(rows, sums, away, tables, FREE)
+        else:
+            for first in range(0, away.numel(), group.chunk_rows):
+                part = slice(first, first + group.chunk_rows)
+                mine = away[part]
+                rows = memory.buffer.take(mine.numel())
+                memory.read_store(mine, rows)
+                every = torch.arange(len(mine), device=mine.device)
+                places = torch.where(mine == FREE, FREE, every)
+                group.arithmetic.update_sums(rows, _part_of(sums, part), places, tables, FREE)
+                memory.write_store(mine, rows)
         group.mover.store_changed("train")
 
 
@@ -105,6 +111,14 @@ def _alive(work: Any) -> Any:
     return work() if isinstance(work, weakref.ref) else work
 
 
-def _padded(sums: RowSums, padding: int) -> Tensor:
-    """Return the ids, of which those without a gradient are padding."""
-    return sums.ids if sums.valid is None else torch.where(sums.valid, sums.ids, padding)
+def _pairs(sums: RowSums) -> Pairs:
+    return Pairs(sums.ids, sums.grads, sums.valid)
+
+
+def _trimmed(sums: RowSums) -> RowSums:
+    """Drop padding behind the rows if the host knows by now how many there are."""
+    count = None if sums.count is None else sums.count.now()
+    if count is None or count == sums.ids.numel():
+        return sums
+    valid = None if sums.valid is None else sums.valid[:count]
+    return RowSums(sums.ids[:count], sums.grads[:count], sums.work, valid)

@@ -1,0 +1,62 @@
+"""Two lists of gradients by row are joined in Triton as the host joins them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hotrow.kernels.triton.merge import Pairs, merge
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NUM_ROWS = 90
+
+
+def pairs(count: int, padding: int, seed: int, *, masked: bool, dtype: torch.dtype) -> Pairs:
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randperm(NUM_ROWS, generator=draw)[:count].sort()[0]
+    ids = torch.cat([ids, torch.full((padding,), NUM_ROWS)]).to(dtype)
+    grads = torch.randn(len(ids), 5, generator=draw)
+    grads[count:] = torch.nan  # those of padding were never written
+    valid = torch.rand(len(ids), generator=draw) < 0.6 if masked else None
+    there = [None if x is None else x.to(DEVICE) for x in (ids, grads, valid)]
+    return Pairs(*there)  # type: ignore[arg-type]
+
+
+def by_row(given: Pairs) -> dict[int, Tensor]:
+    valid = torch.ones(len(given.ids), dtype=torch.bool) if given.valid is None else given.valid
+    found = zip(given.ids.tolist(), given.grads.cpu(), valid.tolist(), strict=True)
+    return {row: grad for row, grad, is_valid in found if is_valid and row < NUM_ROWS}
+
+
+@pytest.mark.parametrize("masked", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("counts", [(0, 0), (0, 7), (7, 0), (1, 1), (40, 33), (90, 90), (3, 90)])
+@pytest.mark.parametrize("padding", [(0, 0), (4, 1)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_lists_are_joined_by_row(
+    masked: tuple[bool, bool], counts: tuple[int, int], padding: tuple[int, int], dtype: torch.dtype
+) -> None:
+    given = [
+        pairs(counts[k], padding[k], k, masked=masked[k], dtype=dtype) for k in range(2)
+    ]
+    first, second = map(by_row, given)
+    joined, count = merge(given[0], given[1], NUM_ROWS)
+    expected = {
+        row: first[row] + second[row] if row in first and row in second else grad
+        for row, grad in {**second, **first}.items()
+    }
+    every = {*given[0].ids.tolist(), *given[1].ids.tolist()} - {NUM_ROWS}
+    ids = joined.ids.tolist()
+    assert ids[: int(count)] == sorted(every)
+    assert set(ids[int(count) :]) <= {NUM_ROWS}
+    found = by_row(joined)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[row], expected[row]) for row in expected)
+
+
+def test_a_row_of_the_whole_table_has_a_place() -> None:
+    given = pairs(NUM_ROWS, 3, 0, masked=False, dtype=torch.int64)
+    joined, count = merge(given, given, NUM_ROWS)
+    assert count.item() == NUM_ROWS
+    assert joined.ids.tolist() == [*range(NUM_ROWS), NUM_ROWS]
+    assert torch.equal(joined.grads[:NUM_ROWS].cpu(), 2 * given.grads[:NUM_ROWS].cpu())
