@@ -56,6 +56,16 @@ def scale_values(out: Any, scale: Tensor) -> Tensor:
     return vectors.tanh().sum()
 
 
+def side_by_side(out: Any, scale: Tensor) -> Tensor:
+    """The gradients of these vectors lie in memory as those of all bags do."""
+    return (torch.cat([out["f"], out["g"]], 1) * scale).tanh().sum()
+
+
+def in_another_order(out: Any, scale: Tensor) -> Tensor:
+    joined = torch.cat([out["g"], out["f"]], 1) * scale
+    return (joined * torch.arange(joined.shape[1], device=joined.device)).tanh().sum()
+
+
 def scale_then_values(out: Any, scale: Tensor) -> Tensor:
     vectors = out["f"]
     vectors *= scale
@@ -69,7 +79,15 @@ def write_columns(out: Any, scale: Tensor) -> Tensor:
     return vectors.tanh().sum() + out["f"].sum()
 
 
-CHANGES = [scale_one, scale_both, scale_values, scale_then_values, write_columns]
+CHANGES = [
+    scale_one,
+    scale_both,
+    scale_values,
+    scale_then_values,
+    side_by_side,
+    in_another_order,
+    write_columns,
+]
 
 
 def dense_ids(device: str) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hotrow.kernels.triton.merge import Pairs, merge
+from hotrow.kernels.triton.update import Tables
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_ROWS = 90
@@ -36,9 +37,7 @@ def by_row(given: Pairs) -> dict[int, Tensor]:
 def test_lists_are_joined_by_row(
     masked: tuple[bool, bool], counts: tuple[int, int], padding: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    given = [
-        pairs(counts[k], padding[k], k, masked=masked[k], dtype=dtype) for k in range(2)
-    ]
+    given = [pairs(counts[k], padding[k], k, masked=masked[k], dtype=dtype) for k in range(2)]
     first, second = map(by_row, given)
     joined, count = merge(given[0], given[1], NUM_ROWS)
     expected = {
@@ -52,6 +51,28 @@ def test_lists_are_joined_by_row(
     found = by_row(joined)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[row], expected[row]) for row in expected)
+
+
+def test_what_was_done_to_the_first_list_is_done_before_it_is_joined() -> None:
+    given = [pairs(40, 2, k, masked=k == 1, dtype=torch.int32) for k in range(2)]
+    tables = Tables(
+        torch.tensor([0, 30, 60], device=DEVICE),
+        3,
+        NUM_ROWS,
+        torch.tensor([3, 0, 1], device=DEVICE),  # where they stand among four
+        torch.tensor([0.5, 7.0, torch.nan, 3.0], device=DEVICE),
+        torch.tensor([True, False, True, True], device=DEVICE),
+    )
+    first, second = map(by_row, given)
+    factors = [3.0, 0.5, None]  # of the three tables; None: their gradients were dropped
+    scaled = {row: grad * factors[row // 30] for row, grad in first.items() if row < 60}
+    for other in (given[1], Pairs(given[1].ids[:0], given[1].grads[:0])):
+        rows = second if other is given[1] else {}
+        found = by_row(merge(given[0], other, NUM_ROWS, tables)[0])
+        assert found.keys() == scaled.keys() | rows.keys()
+        for row, grad in found.items():
+            parts = [x[row] for x in (scaled, rows) if row in x]
+            assert torch.equal(grad, sum(parts[1:], parts[0]))
 
 
 def test_a_row_of_the_whole_table_has_a_place() -> None:

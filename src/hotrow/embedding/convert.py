@@ -150,7 +150,7 @@ def revert(model: AnyModel, *, optimizer: Optimizers = None) -> AnyModel:
                 each.state[weight] = state
         facts = stand_in_of(stand_in)
         assert facts is not None
-        facts.owner = _Reverted
+        facts.belong_to(_Reverted)
     return model
 
 

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, partial, wraps
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,11 @@ class StandIn:
     owner: Callable[[], Any] = lambda: None  # a weak reference to what steps the rows
     build: Callable[[], Any] = lambda: None  # makes rows if there are none yet
     is_sparse_grad: bool = False  # the gradient is a sparse tensor, as SparseAdam wants
+    owners_changed: ClassVar[int] = 0  # how often some stand-in got another owner
+
+    def belong_to(self, owner: Callable[[], Any]) -> None:
+        self.owner = owner
+        StandIn.owners_changed += 1
 
 
 def stand_in_of(parameter: object) -> StandIn | None:
@@ -60,6 +65,7 @@ class StandIns:
         self._values = torch.full((len(tables), 1, 2), self._stamp, device=device)
         self.parameters = [nn.Parameter(value) for value in self._values]
         self._facts = [StandIn(name) for name in tables]
+        self._has_sparse = False
         self._hooks = []
         for parameter, facts in zip(self.parameters, self._facts, strict=True):
             parameter.stands_for = facts  # type: ignore[attr-defined]
@@ -99,13 +105,14 @@ class StandIns:
 
     def belong_to(self, owner: Any) -> None:
         for facts in self._facts:
-            facts.owner = weakref.ref(owner)
+            facts.belong_to(weakref.ref(owner))
 
     def be_sparse(self, tables: Collection[str], is_sparse: bool) -> None:
         """Choose whether gradients of some tables are sparse tensors, from the next one on."""
         for facts in self._facts:
             if facts.table in tables:
                 facts.is_sparse_grad = is_sparse
+        self._has_sparse = any(facts.is_sparse_grad for facts in self._facts)
 
     def of_tables(self, tables: tuple[str, ...]) -> list[nn.Parameter]:
         """Return the stand-ins of some tables."""
@@ -131,9 +138,10 @@ class StandIns:
     def publish(self, places: Sequence[int]) -> None:
         """Give these tables their gradients."""
         for place in places:
-            parameter, grad = self.parameters[place], self._dense[place]
-            # Zeroing empties a sparse tensor for good.
-            parameter.grad = _as_sparse(grad) if self._facts[place].is_sparse_grad else grad
+            grad = self._dense[place]
+            if self._has_sparse and self._facts[place].is_sparse_grad:
+                grad = _as_sparse(grad)  # a new one: zeroing empties a sparse tensor for good
+            self.parameters[place].grad = grad
         if self._hooks and self._passes == _WATCHED_PASSES:
             for hook in self._hooks:
                 hook.remove()
@@ -159,7 +167,8 @@ class StandIns:
             is_close |= ~(now.isfinite().all(1) & self._norms.isfinite())
             self._found.there |= (~is_close).any()
         for place, parameter in enumerate(self.parameters):
-            if parameter.grad is None or (parameter.grad.is_sparse and not parameter.grad._nnz()):
+            grad = parameter.grad
+            if grad is None or (self._has_sparse and grad.is_sparse and not grad._nnz()):
                 kept[place] = False
         if self._found.is_set():
             when = "rows were updated without it" if is_late else "no row was changed"
@@ -188,14 +197,13 @@ class StandIns:
 
     def refuse_other_values(self) -> None:
         """Raise if a stand-in was written to, where its rows were meant."""
-        if self._marks_now() == self._marks and self.device.type != "cpu":
+        marks = self._marks_now()
+        if marks == self._marks and self.device.type != "cpu":
             return  # reading values would wait for the device
         if self.are_stepped:  # an error, or Ctrl-C, came in the middle of a step
             self.reset()
             return
-        moved = [
-            now[1] != then[1] for now, then in zip(self._marks_now(), self._marks, strict=True)
-        ]
+        moved = [now != then for now, then in zip(marks[1], self._marks[1], strict=True)]
         is_other = (self._values != self._stamp).flatten(1).any(1).tolist()
         found = [
             place for place, wrong in enumerate(zip(moved, is_other, strict=True)) if any(wrong)
@@ -218,9 +226,10 @@ class StandIns:
             self._values.fill_(self._stamp)
         self.are_stepped, self._marks = False, self._marks_now()
 
-    def _marks_now(self) -> list[tuple[int, int]]:
-        """Return the version and the address of each stand-in."""
-        return [(parameter._version, parameter.data_ptr()) for parameter in self.parameters]
+    def _marks_now(self) -> tuple[list[int], list[int]]:
+        """Return the versions and the addresses of all stand-ins."""
+        parameters = self.parameters
+        return [x._version for x in parameters], [x.data_ptr() for x in parameters]
 
 
 def refuse_hook(name: str, *_: Any) -> NoReturn:

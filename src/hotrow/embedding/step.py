@@ -144,10 +144,32 @@ def _of_bags(
     grads = given
     if len(sizes) > 1:
         every: Any = parts
-        grads = torch.stack(every, 1).flatten(0, 1) if x.by_sample else torch.cat(every)
+        if not x.by_sample:
+            grads = torch.cat(every)
+        elif (joined := _joined_already(every)) is not None:
+            grads = joined
+        else:
+            grads = torch.stack(every, 1).flatten(0, 1)
     if whole is not None:
         grads = grads + whole.reshape(grads.shape)
     return grads.contiguous(), None if whole is not None or all(used) else used
+
+
+def _joined_already(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return parts [n, dim] that lie side by side in memory as bags [n * parts, dim]; None: they do
+    not. Those of `torch.cat(vectors, 1)` do, and need not be copied."""
+    first, count = parts[0], len(parts)
+    bags, dim = first.shape
+    step = dim * first.element_size()
+    form, memory = ((bags, dim), (count * dim, 1)), first.untyped_storage().data_ptr()
+    for number, part in enumerate(parts):
+        if (
+            part.data_ptr() != first.data_ptr() + number * step
+            or (part.shape, part.stride()) != form
+            or part.untyped_storage().data_ptr() != memory
+        ):
+            return None
+    return first.as_strided((bags * count, dim), (dim, 1))
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import cache, wraps
-from typing import Any
-from weakref import WeakSet
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 from hotrow.embedding.optimizer import RowOptimizer
 from hotrow.embedding.pipeline import Pipeline
 from hotrow.embedding.row_groups import RowGroups
-from hotrow.embedding.stand_ins import StandIns, stand_in_of
+from hotrow.embedding.stand_ins import StandIn, StandIns, stand_in_of
 from hotrow.embedding.step import PendingStep
 from hotrow.embedding.torch_rules import NoRule, TorchRule, rule_for
 from hotrow.embedding.torch_state import include_rows
@@ -38,6 +38,8 @@ _START = "initial_accumulator_value"
 _ONE_START = f"all tables of a collection have one {_START}"
 # Those that stand-ins were given to; some of these may not belong to any rows yet.
 _with_stand_ins: WeakSet[Optimizer] = WeakSet()
+# What was found in the param groups of an optimizer, and what it was found by.
+_found: WeakKeyDictionary[Optimizer, tuple[list[Any], list[_Held]]] = WeakKeyDictionary()
 
 
 @cache
@@ -59,16 +61,38 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         owner.after(optimizer, groups)
 
 
+class _Held(NamedTuple):
+    """Stand-ins of one collection that an optimizer holds."""
+
+    owner: Callable[[], TorchSteps | None]  # weakly
+    groups: dict[str, dict[str, Any]]  # param groups, by table
+
+
 def _held_by(optimizer: Optimizer) -> Iterator[tuple[TorchSteps, dict[str, Any]]]:
     """Yield what owns stand-ins of an optimizer, with the param group of each of its tables."""
-    found: dict[int, tuple[TorchSteps, dict[str, Any]]] = {}
+    key: list[Any] = [StandIn.owners_changed]
+    for group in optimizer.param_groups:
+        key.append(id(group))
+        key += map(id, group["params"])
+    known = _found.get(optimizer)
+    if known is None or known[0] != key:
+        known = _found[optimizer] = key, _find_held(optimizer)
+    for held in known[1]:
+        owner = held.owner()
+        if owner is not None:
+            yield owner, held.groups
+
+
+def _find_held(optimizer: Optimizer) -> list[_Held]:
+    found: dict[int, _Held] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
             stands_for = stand_in_of(param)
             owner = None if stands_for is None else stands_for.owner()
             if stands_for is not None and owner is not None:
-                found.setdefault(id(owner), (owner, {}))[1][stands_for.table] = group
-    yield from found.values()
+                held = found.setdefault(id(owner), _Held(stands_for.owner, {}))
+                held.groups[stands_for.table] = group
+    return list(found.values())
 
 
 def _hear_of_new_optimizers() -> None:
@@ -160,6 +184,8 @@ class TorchSteps:
         self._idle, self._is_known = idle, is_known
         self._holders: WeakSet[Optimizer] = WeakSet([self._optimizer] if is_known else [])
         self._stepped: dict[str, Callable[[], Any]] = {}  # by table: the optimizer, weakly
+        # The optimizer of the newest step, weakly, and its param groups.
+        self._newest: tuple[Callable[[], Any], Mapping[str, Any]] = (_no_optimizer, {})
         self._applied: dict[str, int] = {}  # by table: the pass whose gradients were applied
         stand_ins.belong_to(self)
         self._past: dict[str, WeakSet[Optimizer]] = {}  # by table: those that have stepped it
@@ -176,7 +202,13 @@ class TorchSteps:
             with suppress(NoRule):
                 self._use(optimizer, self._rules(optimizer, groups))
 
+    def _is_newest(self, optimizer: Optimizer, groups: Mapping[str, Any]) -> bool:
+        """Whether an optimizer has made the newest step, of the same tables."""
+        newest, its_groups = self._newest
+        return newest() is optimizer and its_groups is groups
+
     def _note(self, optimizer: Optimizer, groups: Mapping[str, Any]) -> None:
+        self._newest = _no_optimizer, {}
         self._stand_ins.be_sparse(groups, isinstance(optimizer, torch.optim.SparseAdam))
         self._holders.add(optimizer)
         _include(optimizer)
@@ -217,6 +249,7 @@ class TorchSteps:
 
     def has_state_of(self, optimizer: Optimizer, table: str) -> None:
         """Note that the state of a table's rows is that of an optimizer."""
+        self._newest = _no_optimizer, {}
         self._stepped[table] = weakref.ref(optimizer)
         self._past[table] = WeakSet([optimizer])
 
@@ -239,11 +272,14 @@ class TorchSteps:
                     "converted module is no element of model.parameters(): choose parameters by "
                     "name, or by module.parameters()"
                 )
-        self.hold(optimizer, groups)
+        if not self._is_newest(optimizer, groups):
+            self.hold(optimizer, groups)
         self._use(optimizer, rules)
         if self._stand_ins.device.type == "cpu":
             self._stand_ins.judge()  # before the dense part has changed
-        self._take_over(optimizer, groups)
+        if not self._is_newest(optimizer, groups):
+            self._take_over(optimizer, groups)
+            self._newest = weakref.ref(optimizer), groups
         self._stand_ins.are_stepped = True
 
     def after(self, optimizer: Optimizer, groups: Mapping[str, Any]) -> None:
@@ -301,6 +337,7 @@ class TorchSteps:
 
     def _take_over(self, optimizer: Optimizer, tables: Mapping[str, Any]) -> None:
         """Begin with new state if another optimizer has stepped these tables before."""
+        self._newest = _no_optimizer, {}
         others = [
             name for name in tables if self._stepped.get(name, _no_optimizer)() is not optimizer
         ]

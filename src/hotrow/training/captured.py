@@ -356,10 +356,7 @@ class CapturedStep:
                     self._spoiled += 1  # it is tried again with the next batch
                     self._pool = None  # it may still be recording
                     return None
-                self._refuse(
-                    f"{_short(error)}. A step that reads values back (.item(), prints, branches "
-                    "on a tensor) cannot"
-                )
+                self._refuse(f"{_short(error)}. {_hint_for(error)}")
                 return None
             alike = [known for known in static.graphs if known[0] == first]
             if len(alike) > 1:  # buffers that were replaced do not come again
@@ -485,6 +482,15 @@ class _Graph:
 def _short(error: Exception) -> str:
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _hint_for(error: Exception) -> str:
+    if "uncaptured work" in str(error):  # autograd waits for the stream of an older graph
+        return (
+            "A model that keeps tensors of an earlier step, such as self.x = output, keeps its "
+            "autograd graph alive: keep output.detach(), or drop it"
+        )
+    return "A step that reads values back (.item(), prints, branches on a tensor) cannot"
 
 
 def _host_state(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:

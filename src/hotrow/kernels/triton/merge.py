@@ -55,7 +55,8 @@ def merge(
         if own.ids.numel():
             _place[(triton.cdiv(own.ids.numel(), tile),)](
                 own, other, new, out, count, own.ids.numel(), other.ids.numel(), padding, most,
-                None if is_second else tables, 0 if is_second else search, dim, columns, tile, is_second, num_warps=tile_warps(columns), **EXACT,
+                None if is_second else tables, 0 if is_second else search,
+                dim, columns, tile, is_second, num_warps=tile_warps(columns), **EXACT,
             )  # fmt: skip
     return out, count
 
