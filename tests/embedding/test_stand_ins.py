@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -219,6 +220,32 @@ def test_optimizers_with_state_in_turns_are_refused() -> None:
     train(model, second)
     with pytest.raises(RuntimeError, match="two optimizers step table '0' in turns"):
         train(model, first)
+
+
+NEW_STATE = {
+    "Adagrad": lambda model: adagrad(model, 0.5),
+    "SparseAdam": lambda model: torch.optim.SparseAdam([model[0].weight], lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", NEW_STATE)
+def test_a_new_optimizer_has_the_state_of_a_new_optimizer(name: str) -> None:
+    """Until it steps, the state of rows is that of the optimizer before."""
+    expected = plain()
+    expected[0].sparse = name == "SparseAdam"
+    found = hotrow.convert(plain(), "30%", seed=1, show=False)
+    states: list[list[Any]] = [[], []]
+    for model, seen in zip((expected, found), states, strict=True):
+        first = NEW_STATE[name](model)
+        train(model, first)
+        second = NEW_STATE[name](model)
+        seen += deepcopy([first.state_dict()["state"], second.state_dict()["state"]])
+        train(model, first)
+        seen += deepcopy([first.state_dict()["state"], second.state_dict()["state"]])
+        train(model, second)
+        seen += deepcopy([second.state_dict()["state"]])
+    torch.testing.assert_close(states[1], states[0], rtol=1e-5, atol=1e-6)
+    assert "sum" not in first.state_dict()["state"].get(0, {})  # rows have it no more
 
 
 def test_a_checkpoint_loaded_in_the_same_process_keeps_its_state(tmp_path: Any) -> None:

@@ -38,16 +38,28 @@ def _with_rows(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     held = [x for x in _stand_ins(optimizer) if not x[3].rows.is_apart]
     _check_room(sum(owner.state_bytes(table) for _, _, table, owner in held))
     state = dict(saved["state"])
-    for number, _, table, owner in held:
-        rows = owner.rows.copy_state(table)
-        if rows:
-            state[number] = {"step": _step_of(optimizer, owner.steps(table)), **rows}
+    for number, param, table, owner in held:
+        state[number] = state_of(optimizer, param, table, owner)
+        if not state[number]:
+            del state[number]
     return {**saved, "state": state}
 
 
-def _step_of(optimizer: Optimizer, count: int) -> Any:
-    """Return a number of steps as torch's optimizers keep it."""
-    return count if isinstance(optimizer, torch.optim.SparseAdam) else torch.tensor(float(count))
+def state_of(optimizer: Optimizer, param: Tensor, table: str, owner: Any) -> dict[str, Any]:
+    """Return the state that an optimizer has of a table's rows, as torch keeps it, on the CPU."""
+    has_stepped, own = owner.has_stepped(optimizer, table), optimizer.state.get(param, {})
+    steps = owner.steps(table) if has_stepped else 0
+    if has_stepped:
+        rows = owner.rows.copy_state(table)
+    elif has_stepped is None:  # lost, as its next step says
+        rows = {}
+    else:  # what it has from its construction on; another one's state stays until it steps
+        shapes = owner.rows.state_shapes(table)
+        rows = {x: torch.full(shapes[x], float(own[x].flatten()[0])) for x in shapes if x in own}
+    if not rows:
+        return {}
+    is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+    return {"step": steps if is_sparse else torch.tensor(float(steps)), **rows}
 
 
 def _check_room(needed: int) -> None:

@@ -253,6 +253,13 @@ class TorchSteps:
         self._stepped[table] = weakref.ref(optimizer)
         self._past[table] = WeakSet([optimizer])
 
+    def has_stepped(self, optimizer: Optimizer, table: str) -> bool | None:
+        """Whether the state of a table's rows is that of an optimizer, perhaps as it starts; None:
+        it was, and another optimizer has begun anew since."""
+        if table not in self._stepped or self._stepped[table]() is optimizer:
+            return True
+        return None if optimizer in self._past.get(table, ()) else False
+
     def before(self, optimizer: Optimizer, groups: Mapping[str, Any], *, has_closure: bool) -> None:
         """Refuse a step that rows cannot make, before anything has changed."""
         if not any(self._stand_ins.waiting()) and not (has_closure and self.trains):
