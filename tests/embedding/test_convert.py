@@ -768,6 +768,48 @@ def test_an_optimizer_and_its_state_move_there_and_back(maker: str) -> None:
             )
 
 
+@pytest.mark.parametrize("zeroed", [None, True, False])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_gradient_that_waits_moves_to_the_plain_weight(maker: str, zeroed: bool | None) -> None:
+    """`zeroed`: whether `zero_grad()` removed the gradients of a first pass, or made them zeros."""
+    models = [Net(sparse=maker == "SparseAdam") for _ in range(2)]
+    runs = [Run(model, MAKERS[maker]) for model in models]
+    converted(models[0], maker, optimizer=runs[0].optimizers)
+    draw = list(batches(6))
+    for ids in draw[:2]:
+        for run in runs:
+            run.train(run.loss(ids))
+    for run in runs:
+        run.zero_grad()
+        run.loss(draw[2]).backward()
+        run.tables = [run.optimizers[0].param_groups[0]["params"][k] for k in range(3)]
+        if zeroed is None and not run.is_sparse:
+            clip_grad_norm_(run.model.parameters(), 0.1)
+        elif zeroed is not None:
+            run.zero_grad(set_to_none=zeroed)
+            (run.model.a(draw[3][:, 0]).sum() * 0.5).backward()
+    hotrow.revert(models[0], optimizer=runs[0].optimizers)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None and other.grad is not None:
+            assert one.grad.layout is other.grad.layout
+            torch.testing.assert_close(one.grad.to_dense(), other.grad.to_dense())
+    for run in runs:
+        run.step()
+    assert_alike(*runs, torch.zeros(0), torch.zeros(0))
+    for ids in draw[4:]:
+        assert_alike(*runs, *(run.train(run.loss(ids)) for run in runs))
+
+
+def test_modules_that_looked_nothing_up_give_an_optimizer_its_state_back() -> None:
+    models = [Net() for _ in range(2)]
+    converted(models[0])
+    runs = [Run(model, MAKERS["Adagrad"]) for model in models]
+    hotrow.revert(models[0], optimizer=runs[0].optimizers)
+    for ids in batches(2):
+        assert_alike(*runs, *(run.train(run.loss(ids)) for run in runs))
+
+
 def test_optimizers_that_were_forgotten_are_refused() -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -248,6 +248,17 @@ def test_a_new_optimizer_has_the_state_of_a_new_optimizer(name: str) -> None:
     assert "sum" not in first.state_dict()["state"].get(0, {})  # rows have it no more
 
 
+def test_a_new_optimizer_goes_on_with_the_plain_weights() -> None:
+    expected, found = plain(), hotrow.convert(plain(), "30%", seed=1, show=False)
+    for model in (expected, found):
+        train(model, adagrad(model))
+        new = adagrad(model, 0.5)
+        if model is found:
+            hotrow.revert(model, optimizer=new)
+        train(model, new)
+    torch.testing.assert_close(rows(found), rows(expected), rtol=1e-5, atol=1e-6)
+
+
 def test_a_checkpoint_loaded_in_the_same_process_keeps_its_state(tmp_path: Any) -> None:
     model = hotrow.convert(plain(), "30%", seed=1, show=False)
     optimizer = adagrad(model)

@@ -24,6 +24,7 @@ from hotrow.embedding.table_modules import (
     why_unsupported,
 )
 from hotrow.embedding.torch_rules import rule_for
+from hotrow.embedding.torch_state import state_of
 from hotrow.embedding.torch_steps import note_stand_ins
 from hotrow.kernels.rules import SGD, RowRule
 from hotrow.support.messages import few, warn
@@ -122,32 +123,38 @@ def revert(model: AnyModel, *, optimizer: Optimizers = None) -> AnyModel:
     """Make the modules of a converted model plain again, with the weights of now, in place.
 
     `optimizer` gets their weights instead of the small parameters that stood for them, and the
-    state of their rows.
+    state of their rows. Gradients that wait for its step become gradients of the weights.
     """
-    by_table: dict[tuple[int, str], list[TableModule]] = {}
+    optimizers, by_table = _listed(optimizer), dict[tuple[int, str], list[TableModule]]()
     for module in model.modules():
         if isinstance(module, TableModule):
             by_table.setdefault((id(module.tables), module.table), []).append(module)
     for modules in by_table.values():
         tables, table = modules[0].tables, modules[0].table
         stand_in = tables.stand_in(table)
+        has_state = tables.is_built or any(stand_in in x.state for x in optimizers)
+        owner = tables.collection.torch_steps if has_state else None
         states = {
-            id(x): {**tables.collection.row_access.copy_state(table), "step": tables.steps(table)}
-            for x in _listed(optimizer)
-            if tables.is_built and any(stand_in is p for g in x.param_groups for p in g["params"])
+            id(x): state_of(x, stand_in, table, owner)
+            for x in optimizers
+            if owner is not None and any(stand_in is p for g in x.param_groups for p in g["params"])
         }
+        grads = None if owner is None else owner.grads_of(table)
         weight = nn.Parameter(
             tables.release(table).to(tables.device), requires_grad=stand_in.requires_grad
         )
+        if grads is not None:
+            weight.grad = _grad_of(weight, *grads, is_sparse=all(x.sparse for x in modules))
         for module in modules:
             _make_plain(module, weight)
         _replace_in(model, {id(stand_in): weight})
-        for each in _listed(optimizer):
+        for each in optimizers:
             each.state.pop(stand_in, None)
             _exchange(each, {id(stand_in): weight})
-            state = _as_torch(each, states[id(each)], weight) if id(each) in states else {}
+            state = states.get(id(each))
             if state:
-                each.state[weight] = state
+                on_device = {key: x.to(weight.device) for key, x in state.items() if key != "step"}
+                each.state[weight] = {**state, **on_device}
         facts = stand_in_of(stand_in)
         assert facts is not None
         facts.belong_to(_Reverted)
@@ -440,13 +447,12 @@ def _own_state(state: Mapping[str, Any], weight: Tensor, stand_in: Tensor) -> di
     }
 
 
-def _as_torch(optimizer: Optimizer, state: Mapping[str, Any], weight: Tensor) -> dict[str, Any]:
-    """Return the state of a weight as an optimizer of torch keeps it."""
-    step = state["step"]
-    if not isinstance(optimizer, torch.optim.SparseAdam):
-        step = torch.tensor(float(step))
-    tensors = {key: x.to(weight.device) for key, x in state.items() if key != "step"}
-    return {"step": step, **tensors} if tensors else {}
+def _grad_of(weight: Tensor, rows: Tensor, grads: Tensor, *, is_sparse: bool) -> Tensor:
+    """Return gradients of rows as torch keeps that of a weight."""
+    rows, grads = rows.to(weight.device), grads.to(weight.device)
+    if is_sparse:
+        return torch.sparse_coo_tensor(rows.unsqueeze(0), grads, weight.shape, is_coalesced=True)
+    return torch.zeros_like(weight).index_copy_(0, rows, grads)
 
 
 # -- what was done ---------------------------------------------------------------------------

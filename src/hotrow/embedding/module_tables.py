@@ -172,11 +172,6 @@ class ModuleTables:
             **options,
         )
 
-    def steps(self, table: str) -> int:
-        """Return how often a table's rows were updated."""
-        optimizer = self.collection.optimizer
-        return optimizer.steps[optimizer.names.index(table)]
-
     def release(self, table: str) -> Tensor:
         """Return the weights of a table that is needed here no more."""
         return self._weights.pop(table) if table in self._weights else self.copy(table)

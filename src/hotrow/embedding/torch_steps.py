@@ -240,6 +240,12 @@ class TorchSteps:
         """Return the bytes of a table's optimizer state."""
         return sum(4 * rows * width for rows, width in self.rows.state_shapes(table).values())
 
+    def grads_of(self, table: str) -> tuple[Tensor, Tensor] | None:
+        """Return the numbers of the rows of a table whose gradients wait, and these gradients;
+        None: the table has no gradient."""
+        waiting = self._pending.for_step
+        return None if waiting is None else waiting.of_table(table)
+
     def load_state(
         self, optimizer: Optimizer, table: str, state: Mapping[str, Tensor], step: int
     ) -> None:

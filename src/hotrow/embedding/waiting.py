@@ -93,6 +93,21 @@ class WaitingGrads:
         for place, sums in self._sums.items():
             self._group(place).sums.update(sums, self._scaling(place, factors, stepped))
 
+    def of_table(self, table: str) -> tuple[Tensor, Tensor] | None:
+        """Return the gradients of a table's rows, as they are now: row numbers, ascending and each
+        once, and gradients [n, dim]; None: the table has no gradient."""
+        place = self._stand_ins.names.index(table)
+        group, base, size = self._rows.find(table)
+        sums = self._sums.get(self._rows.groups.index(group))
+        if sums is None or not self._stand_ins.waiting()[place]:
+            return None
+        factors, kept = self._stand_ins.judge()
+        ids = sums.ids.long() - base
+        taken = (ids >= 0) & (ids < size) & kept[place].to(ids.device)
+        if sums.valid is not None:
+            taken &= sums.valid
+        return ids[taken], sums.grads[taken] * factors[place].to(ids.device)
+
     def _mask(self, tables: Collection[str]) -> Tensor:
         key = tuple(name in tables for name in self._stand_ins.names)
         if key not in self._masks:
