@@ -20,6 +20,7 @@ from hotrow.embedding.optimizer import RowOptimizer
 from hotrow.engine.gpu.plan_room import make_room
 from hotrow.engine.host.rows import HostRows, host_rows_engine
 from hotrow.engine.profile import Profile, byte_parts
+from hotrow.engine.row_sums import WAITING
 from hotrow.engine.rows import RowGroup, cpu_rows
 from hotrow.engine.stages import SPLIT
 from hotrow.engine.strategy import Strategy
@@ -246,6 +247,9 @@ class RowGroups:
         self.inactive: InactiveEngine | None = None
         self.is_fresh = True  # every row is as it starts; False: perhaps not
         self.version = 0  # how often rows were updated or replaced
+        self.sums_wait = False  # gradients of rows wait for an optimizer's step
+        self.waiting_bytes = 0  # of them, at the most so far
+        self.counts_sums = False  # the budget has room for them, which a CPU's has not
         self.whole_bytes = 0  # of the budget, for copies of whole tables and their gradients
 
     def has_state_of(self, rule: RowRule) -> bool:
@@ -297,7 +301,8 @@ class RowGroups:
             rooms: list[Any] = [group.plan_room for group in self.groups]
             last = max(stage.cycle for stage in self.strategy.timed_stages)
             sizes = [max(1, count) for count in lookups]
-            make_room(rooms, sizes, self.budget_bytes, last_cycle=last)
+            make_room(rooms, sizes, self.budget_bytes, last_cycle=last, sums_wait=self.sums_wait)
+            self.counts_sums = self.sums_wait
 
     def allocate_slots(self) -> None:
         for group in self.groups:
@@ -381,6 +386,8 @@ class RowGroups:
         for frozen in {id(group.store): group.store.frozen.bits for group in self.groups}.values():
             if frozen is not None and frozen.device == self.device:
                 parts["which rows are frozen"] += frozen.nbytes
+        if self.counts_sums:
+            parts[WAITING] = max(parts[WAITING], self.waiting_bytes)
         if self.whole_bytes:
             parts["copies of whole tables"] += self.whole_bytes
         return dict(parts)

@@ -25,6 +25,7 @@ class WaitingGrads:
     ) -> None:
         """`refuse_unheld` raises if no optimizer will ever step."""
         self._rows, self._stand_ins = rows, stand_ins
+        rows.sums_wait = True
         self._refuse_unheld = weakref.WeakMethod(refuse_unheld)  # its object owns this one
         self._sums: dict[int, RowSums] = {}  # by the place of a group
         # By the place of a group: where its tables stand among all.
@@ -35,7 +36,7 @@ class WaitingGrads:
         """Add the gradients of a backward pass, by the place of a group; `tables` have one,
         perhaps of no row."""
         waiting = self._stand_ins.waiting()
-        before = self._factors(waiting)
+        before = self._factors()
         for place, news in sums.items():
             olds = [self._sums[place]] if place in self._sums else []
             scaling = self._scaling(place, *before) if olds and before is not None else None
@@ -44,6 +45,8 @@ class WaitingGrads:
             for place in self._sums.keys() - sums.keys():
                 joined = self._group(place).sums.joined
                 self._sums[place] = joined([self._sums[place]], self._scaling(place, *before))
+        waiting_bytes = sum(each.num_bytes for each in self._sums.values())
+        self._rows.waiting_bytes = max(self._rows.waiting_bytes, waiting_bytes)
         names = self._stand_ins.names
         given: Sequence[int] = range(len(names))
         if len(tables) < len(names):
@@ -54,11 +57,15 @@ class WaitingGrads:
             self._group(place).sums.write_norms(each, self._stand_ins.table_grads(self._at(place)))
         self._stand_ins.publish(given)
 
-    def _factors(self, waiting: Sequence[bool]) -> tuple[Tensor, Tensor] | None:
+    def free_zeroed(self) -> None:
+        """Free the memory of gradients that `zero_grad()` has taken away."""
+        if self._sums and not any(self._stand_ins.waiting()):
+            self._sums.clear()
+
+    def _factors(self) -> tuple[Tensor, Tensor] | None:
         """Return what was done since to the gradients that wait: factors, and which are kept; None
         if none wait."""
-        if not any(waiting):
-            self._sums.clear()
+        self.free_zeroed()
         if not self._sums:
             return None
         refuse_unheld = self._refuse_unheld()

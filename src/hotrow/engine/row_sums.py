@@ -14,6 +14,8 @@ from hotrow.engine.work import Work
 from hotrow.inputs.batch import Lookups
 from hotrow.kernels import reference
 
+WAITING = "waiting gradients"  # among the bytes of fast memory
+
 
 @dataclass(frozen=True)
 class RowSums:
@@ -25,6 +27,10 @@ class RowSums:
     # [n] bool: others have no gradient; None: all have. The id `num_rows` is padding, anyhow.
     valid: Tensor | None = None
     count: Any = None  # how many rows there are before padding, known late; None: no padding
+
+    @property
+    def num_bytes(self) -> int:
+        return self.ids.nbytes + self.grads.nbytes
 
 
 @dataclass(frozen=True)

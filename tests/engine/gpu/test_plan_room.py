@@ -117,6 +117,27 @@ def test_everything_is_within_the_budget(shape: str) -> None:
         assert sum(embedding.memory().values()) > 0.85 * granted
 
 
+@pytest.mark.filterwarnings("ignore:these ids are not the ones:UserWarning")
+@pytest.mark.parametrize("widths", [(DIM,), (4, DIM)])
+def test_gradients_that_wait_for_a_step_are_within_the_budget(widths: tuple[int, ...]) -> None:
+    embedding = build("60%", widths=widths, update="step")
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    granted, most = int(0.6 * embedding.bytes_total), 0
+    for number, batch in enumerate(hotrow.ahead(dense(90, features=len(widths)), embedding)):
+        optimizer.zero_grad()
+        readout(embedding(batch)).backward()
+        parts = embedding.memory()
+        assert parts["waiting gradients"] >= batch.unique().numel() * 4 * min(widths)
+        assert sum(parts.values()) <= granted, parts
+        most = max(most, parts["waiting gradients"])
+        if number % 2:
+            readout(embedding((batch + 1) % ROWS)).backward()  # those of both passes wait
+            assert embedding.memory()["waiting gradients"] > 1.3 * most
+            break
+        optimizer.step()
+    assert 0.85 * granted < sum(embedding.memory().values())
+
+
 def all_fast(batches: list[Any], **options: Any) -> Outcome:
     return train(build(None, strategy="all-fast", **options), batches)
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from hotrow.engine.memory import FixedSlots
+from hotrow.engine.row_sums import WAITING
 from hotrow.engine.rows import RowGroup
 from hotrow.engine.tuning import Tuning
 from hotrow.store.budget import Share, choose_map
@@ -41,6 +42,7 @@ class PlanRoom(FixedSlots):
         self._build, self._packet_bytes = build, packet_bytes
         self._most, self.num_rows = share, group.layout.num_rows
         self._lookups = self._plans = 0  # that there will be room for
+        self._sums_wait = False
         self.restore_slots()
 
     @property
@@ -74,8 +76,10 @@ class PlanRoom(FixedSlots):
         reserved = self._lookups  # by a call of `reserve`
         return int(max(reserved, work.size) if reserved else work.size * (1 + spare))
 
-    def expect(self, lookups: int, last_cycle: int) -> None:
-        """Make room for the plans of batches with so many lookups."""
+    def expect(self, lookups: int, last_cycle: int, *, sums_wait: bool) -> None:
+        """Make room for the plans of batches with so many lookups, and for the gradients of one
+        if they wait for an optimizer's step."""
+        self._sums_wait = sums_wait
         # A plan lives from its own cycle to the one after training, when its rows may leave. Inputs
         # of captured steps keep their plans, and a batch of another shape needs one.
         self._plans = max(last_cycle + 2, self._group.capture.inputs + 1)
@@ -92,11 +96,19 @@ class PlanRoom(FixedSlots):
             **later,
             "plans": self.plan_bytes,
             "rows on their way": self._packet_bytes(self.num_slots),
+            **({WAITING: self._sum_bytes} if self._sums_wait else {}),
         }
 
     @property
     def plan_bytes(self) -> int:
         return int(self._group.planning.plan_bytes(self._lookups, self._plans))
+
+    @property
+    def _sum_bytes(self) -> int:
+        """What the gradients of a batch's different rows take."""
+        group = self._group
+        per_row = 4 * group.dim + group.memory.pad.id_type.itemsize
+        return int(group.planning.inputs.uniques(self._lookups) * per_row)
 
     def restore_slots(self) -> None:
         """Take all slots that the budget gave, as if no room had been made for plans."""
@@ -129,11 +141,12 @@ def make_room(
     budget_bytes: int,
     *,
     last_cycle: int,
+    sums_wait: bool = False,
 ) -> None:
     """Choose the slots that fit the budget beside all else, for batches of so many lookups."""
     for group, count in zip(groups, lookups, strict=True):
         group.restore_slots()
-        group.expect(count, last_cycle)
+        group.expect(count, last_cycle, sums_wait=sums_wait)
     excess = sum(sum(group.num_bytes().values()) for group in groups) - budget_bytes
     tuning = groups[0].tuning
     on_top = tuning.plans_on_top if budget_bytes < tuning.small_budget else 0
