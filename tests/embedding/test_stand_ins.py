@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -270,6 +271,35 @@ def test_a_checkpoint_loaded_in_the_same_process_keeps_its_state(tmp_path: Any) 
     hotrow.load_checkpoint(tmp_path, model, optimizer=again)
     train(model, again)
     assert torch.equal(rows(model), expected)
+
+
+def waiting_sums(model: Any) -> weakref.ref[Tensor]:
+    (sums,) = model[0].collection.torch_steps._pending.for_step._sums.values()
+    return weakref.ref(sums.grads)
+
+
+def test_a_forward_pass_after_zero_grad_frees_the_gradients_of_rows() -> None:
+    model = hotrow.convert(plain(), "30%", seed=1, show=False)
+    optimizer = sgd(model)
+    train(model, optimizer, 1)
+    sums = waiting_sums(model)
+    model(IDS)
+    assert sums() is not None
+    optimizer.zero_grad()
+    model(IDS)
+    assert sums() is None
+
+
+def test_a_backward_pass_after_zero_grad_frees_the_gradients_of_rows_first() -> None:
+    model = hotrow.convert(plain(), "30%", seed=1, show=False)
+    optimizer = sgd(model)
+    train(model, optimizer, 1)
+    sums, are_freed = waiting_sums(model), []
+    first, second = model[0](IDS), model[0](IDS + 20)
+    optimizer.zero_grad()
+    first.register_hook(lambda grad: are_freed.append(sums() is None))  # after the second lookup
+    torch.cat([first, second]).sum().backward()
+    assert are_freed == [True]
 
 
 def test_an_error_in_a_step_does_not_end_training() -> None:

@@ -248,12 +248,19 @@ class PendingStep:
     def begin_call(self) -> _Call:
         """Note a lookup; inside a backward pass it is a recomputation."""
         self._calls += 1
+        self._free_zeroed()
         inside = torch._C._current_graph_task_id()
         if inside != -1:
             # A checkpoint may run a backward pass of its own in here: the outer one is the step.
             self._promise(inside)
             return _Call(self._calls, inside)
         return _Call(self._calls, inside, self._thread.open_call())
+
+    def _free_zeroed(self) -> None:
+        """Free gradients of before. torch has no hook for `zero_grad()`, which most loops call
+        before a lookup, or between it and `backward()`."""
+        if self.for_step is not None:
+            self.for_step.free_zeroed()
 
     def end_call(self, call: _Call) -> None:
         """Note that gradients of a lookup have come."""
@@ -263,6 +270,7 @@ class PendingStep:
     def add(self, call: _Call, work: Work, x: Lookups, grads: Tensor) -> None:
         current = torch._C._current_graph_task_id() if call.inside == -1 else call.inside
         self.passes += 1
+        self._free_zeroed()
         self._note_repetition()
         self._promise(current)
         row_grads = _RowGrads(call, work, x, grads, None, current)
