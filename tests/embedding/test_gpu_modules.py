@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotrow
+from builders import no_synchronisation
 from hotrow.inputs.tree import to_device
 
 pytestmark = pytest.mark.gpu
@@ -141,6 +143,24 @@ def test_a_step_of_modules_is_captured(strategy: str) -> None:
     assert step.landing.num_graphs
     bits = {name: value.cpu() for name, value in rows.state_dict().items()}
     assert bits_of(bits, trained(other, hotrow.ahead(loader, other)))
+
+
+def test_a_fused_optimizer_beside_a_scaler_does_not_make_the_host_wait() -> None:
+    plain = Columns().cuda()
+    models = [plain, converted(deepcopy(plain))]
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3, fused=True)
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=3)
+        for number, batch in enumerate(batches(8)):
+            optimizer.zero_grad()
+            loss = loss_of(model, to_device(batch, torch.device("cuda")))
+            scaler.scale(loss * (float("inf") if number == 5 else 1.0)).backward()
+            torch.cuda.synchronize()
+            with nullcontext() if number < 4 else no_synchronisation():
+                scaler.step(optimizer)
+            scaler.update()
+    for one, other in zip(models[0].parameters(), models[1].state_dict().values(), strict=True):
+        torch.testing.assert_close(one.detach().cpu(), other.cpu(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_moves_before_its_first_step_and_not_after_it() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hotrow
 
@@ -271,6 +272,58 @@ def test_a_checkpoint_loaded_in_the_same_process_keeps_its_state(tmp_path: Any) 
     hotrow.load_checkpoint(tmp_path, model, optimizer=again)
     train(model, again)
     assert torch.equal(rows(model), expected)
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host reads a tensor of one value."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.tensor, self.count = tensor, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.count += args[0].data_ptr() == self.tensor.data_ptr()
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_rate_in_a_tensor_is_read_once_in_a_step_for_all_tables() -> None:
+    """A tensor on a GPU makes the host wait."""
+    modules = nn.ModuleList([nn.Embedding(90, 4) for _ in range(5)])
+    model = hotrow.convert(modules, "60%", show=False)
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, foreach=False)
+    before, counts = model.state_dict(), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.cat([module(IDS) for module in model]).sum().backward()
+        with Reads(rate) as reads:
+            optimizer.step()
+        counts.append(reads.count)
+        rate *= 0.5
+    assert counts == [2, 1, 1]  # the first step also makes a rule of it
+    for name, now in model.state_dict().items():
+        torch.testing.assert_close(now[IDS], before[name][IDS] - 0.5 - 0.25 - 0.125)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "AdamW"])
+def test_a_scaler_skips_steps_of_a_fused_optimizer(name: str) -> None:
+    """Such an optimizer divides gradients by the scale itself, in their place."""
+    expected, found = plain(), hotrow.convert(plain(), "30%", idle="frozen", seed=1, show=False)
+    for model in (expected, found):
+        options = {"weight_decay": 0.0} if name == "AdamW" else {}
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, fused=True, **options)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        for number in range(6):
+            optimizer.zero_grad()
+            loss = model(IDS).square().sum() * (float("inf") if number in (2, 3) else 1.0)
+            scaler.scale(loss).backward()
+            if number == 1:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+    torch.testing.assert_close(rows(found), rows(expected), rtol=1e-4, atol=1e-5)
 
 
 def waiting_sums(model: Any) -> weakref.ref[Tensor]:

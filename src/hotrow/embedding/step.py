@@ -415,9 +415,15 @@ class PendingStep:
             for update in updates:
                 _update(*update)
 
+    @property
+    def skips_late(self) -> bool:
+        """Whether a device may skip a step that the host has counted: no number depends on it."""
+        return self._on_nonfinite == "propagate" and not self._optimizer.rule.state_names
+
     @torch.no_grad()
-    def step(self, tables: Sequence[str], grad_scale: Tensor | None = None) -> None:
-        """Update the rows of some tables from the gradients that wait for an optimizer's step."""
+    def step(self, tables: Sequence[str], is_skipped: Tensor | None = None) -> None:
+        """Update the rows of some tables from the gradients that wait for an optimizer's step.
+        Nothing changes if `is_skipped`, which the host does not read, is not 0."""
         assert self.for_step is not None
         with self.writing():
             if self._on_nonfinite != "propagate":
@@ -431,7 +437,7 @@ class PendingStep:
                     self._optimizer.capture_step(tuple(tables))
                 else:
                     self._count_step(tuple(tables))
-                self.for_step.step(tables, grad_scale)
+                self.for_step.step(tables, is_skipped)
 
     def _not_finite(self, row: str, value: float) -> FloatingPointError:
         return FloatingPointError(

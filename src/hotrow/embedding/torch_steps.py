@@ -32,6 +32,7 @@ from hotrow.embedding.waiting import WaitingGrads
 from hotrow.embedding.whole_table import WholeTable
 from hotrow.kernels.rules import RowRule
 from hotrow.support.messages import warn
+from hotrow.support.streams import capturing
 
 IDLE = (None, "frozen")
 _START = "initial_accumulator_value"
@@ -306,20 +307,29 @@ class TorchSteps:
         try:
             # Here, not before: a closure, or a hook of the user, may have changed settings.
             self._follow(optimizer, {name: groups[name] for name in tables})
-            if not _was_skipped(optimizer):
-                self._pending.step(tables, getattr(optimizer, "grad_scale", None))
+            # A GradScaler lets a fused optimizer decide whether this step is skipped, and divide
+            # gradients, those of stand-ins as well.
+            found = getattr(optimizer, "found_inf", None)
+            skips_late = found is not None and self._pending.skips_late
+            if skips_late or found is None or not bool(torch.as_tensor(found).any()):
+                self._pending.step(tables, found if skips_late else None)
                 self._applied.update(dict.fromkeys(tables, self._pending.passes))
         finally:
             self._stand_ins.reset()
 
     def _follow(self, optimizer: Optimizer, groups: Mapping[str, Any]) -> None:
         """Take the settings of an optimizer's param groups for some tables."""
-        if optimizer is self._optimizer:
+        if optimizer is self._optimizer or capturing():  # `in_one_step` has taken them
             return
         rules = self._rules(optimizer, groups)
+        # A tensor on a device is read once for each param group, not for each of its tables.
+        settings = {
+            id(rule): {name: _number(value) for name, value in rule.settings.items()}
+            for rule in {id(x): x for x in rules.values()}.values()
+        }
         for group in self._optimizer.param_groups:
             if group["name"] in rules:
-                group.update(rules[group["name"]].settings)
+                group.update(settings[id(rules[group["name"]])])
 
     def fused(self) -> AbstractContextManager[None]:
         """Inside, the end of a backward pass updates rows; `in_one_step` comes before."""
@@ -415,9 +425,3 @@ def _common_rule(rules: Mapping[str, TorchRule]) -> RowRule:
 
 def _number(value: Any) -> Any:
     return float(value) if isinstance(value, Tensor) else value
-
-
-def _was_skipped(optimizer: Optimizer) -> bool:
-    """Whether a GradScaler let a fused optimizer decide, and it skipped this step."""
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(torch.as_tensor(found).any())

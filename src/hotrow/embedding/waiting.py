@@ -87,14 +87,12 @@ class WaitingGrads:
             self._places[place] = torch.tensor(numbers, device=self._stand_ins.device)
         return self._places[place]
 
-    def step(self, tables: Collection[str], grad_scale: Tensor | None) -> None:
-        """Update the rows of some tables; gradients are divided by `grad_scale`.
-
-        They go on waiting, as torch's do.
-        """
+    def step(self, tables: Collection[str], is_skipped: Tensor | None) -> None:
+        """Update the rows of some tables, unless `is_skipped` is not 0. Gradients go on waiting,
+        as torch's do."""
         factors, stepped = self._stand_ins.judge()
-        if grad_scale is not None:
-            factors = factors / grad_scale
+        if is_skipped is not None:
+            stepped = stepped & (is_skipped == 0).to(stepped.device)
         if len(tables) < len(self._stand_ins.names):
             stepped = stepped & self._mask(tables)
         for place, sums in self._sums.items():
