@@ -125,6 +125,7 @@ class WaitingGrads:
         for place, sums in self._sums.items():
             group = self._group(place)
             moves = stepped[self._at(place)][group.layout.table_of(sums.ids.long())]
+            moves &= sums.ids < group.layout.num_rows  # padding has no gradient that was written
             for mask in (sums.valid, group.store.frozen.trained(sums.ids)):
                 moves = moves if mask is None else moves & mask
             bad = moves & ~sums.grads.isfinite().all(1)

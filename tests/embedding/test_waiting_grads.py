@@ -1,0 +1,48 @@
+"""Gradients that wait for an optimizer's step: what they take, and which of them count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hotrow
+from builders import readout
+from contracts import DEVICE, by_gpu
+
+ROWS = 400
+# A batch is looked up twice, or was never announced.
+pytestmark = pytest.mark.filterwarnings("ignore:these ids are not the ones:UserWarning")
+
+
+def build(*, padding: int | None = None, **options: Any) -> hotrow.EmbeddingBagCollection:
+    tables = [
+        hotrow.EmbeddingBagConfig("a", ROWS, 8, ["fa"]),
+        hotrow.EmbeddingBagConfig("b", ROWS, 8, ["fb"], padding_idx=padding),
+    ]
+    return hotrow.EmbeddingBagCollection(
+        tables, None, "40%", update="step", seed=3, **{**by_gpu(), **options}
+    )
+
+
+def batch(number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(1, ROWS, (12, 2), generator=generator).to(DEVICE)
+
+
+@pytest.mark.parametrize("action", ["error", "skip"])
+@pytest.mark.parametrize("kind", ["padding", "two-lookups"])
+def test_padding_has_no_gradient_that_is_not_finite(kind: str, action: str) -> None:
+    embedding = build(padding=0 if kind == "padding" else None, on_nonfinite=action)
+    ids = batch(0)
+    if kind == "padding":
+        ids[3, 1] = 0
+    loss = readout(embedding(ids))
+    if kind == "two-lookups":  # their sums are joined, and the same rows leave room behind
+        loss = loss + readout(embedding(ids.flip(0)))
+    loss.backward()
+    torch.optim.SGD(embedding.parameters(), lr=0.1).step()
+    assert embedding.torch_steps is not None
+    assert embedding.torch_steps.steps("b") == 1
