@@ -46,3 +46,16 @@ def test_padding_has_no_gradient_that_is_not_finite(kind: str, action: str) -> N
     torch.optim.SGD(embedding.parameters(), lr=0.1).step()
     assert embedding.torch_steps is not None
     assert embedding.torch_steps.steps("b") == 1
+
+
+def test_gradients_that_were_zeroed_take_no_memory() -> None:
+    embedding = build()
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    most = 0
+    for number in range(10):
+        optimizer.zero_grad(set_to_none=False)
+        readout(embedding(batch(number))).backward()
+        optimizer.step()
+        if number == 1:
+            most = embedding.memory()["waiting gradients"]
+    assert embedding.memory()["waiting gradients"] <= 1.5 * most

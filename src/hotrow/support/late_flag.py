@@ -49,16 +49,20 @@ class LateCount:
     """A number on a device that the host knows some time after it was computed."""
 
     def __init__(self, there: Tensor) -> None:
-        self._here = there
+        self._here: Tensor | None = there
         self._copied: Any = None
-        if there.is_cuda and not capturing():
-            self._here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
-            self._here.copy_(there, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        if there.is_cuda:
+            self._here = None
+            if not capturing():
+                self._here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+                self._here.copy_(there, non_blocking=True)
+                self._copied = torch.cuda.Event()
+                self._copied.record()
 
     def now(self) -> int | None:
-        """Return the number; None: it is not known yet."""
-        if self._here.is_cuda or (self._copied is not None and not self._copied.query()):
+        """Return the number; None: it is not known yet, or must not be asked for in a capture."""
+        if self._here is None:
+            return None
+        if self._copied is not None and (capturing() or not self._copied.query()):
             return None
         return int(self._here)

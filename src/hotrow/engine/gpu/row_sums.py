@@ -42,7 +42,7 @@ class DeviceSums(HostSums):
         for part in others:
             first, second = _pairs(_trimmed(joined)), _pairs(part)
             pairs, count = merge(first, second, self._layout.num_rows, tables)
-            joined = RowSums(pairs.ids, pairs.grads, None, pairs.valid, LateCount(count))
+            joined = RowSums(pairs.ids, pairs.grads, count=LateCount(count))
             tables = None  # it is done
         return joined
 
@@ -120,5 +120,4 @@ def _trimmed(sums: RowSums) -> RowSums:
     count = None if sums.count is None else sums.count.now()
     if count is None or count == sums.ids.numel():
         return sums
-    valid = None if sums.valid is None else sums.valid[:count]
-    return RowSums(sums.ids[:count], sums.grads[:count], sums.work, valid)
+    return RowSums(sums.ids[:count], sums.grads[:count])
