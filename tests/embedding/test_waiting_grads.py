@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hotrow
 from builders import readout
@@ -59,3 +61,18 @@ def test_gradients_that_were_zeroed_take_no_memory() -> None:
         if number == 1:
             most = embedding.memory()["waiting gradients"]
     assert embedding.memory()["waiting gradients"] <= 1.5 * most
+
+
+@pytest.mark.parametrize("engine", ["cpu", "gpu"])
+def test_weights_of_an_optimizer_that_is_gone_are_freed(engine: str) -> None:
+    embedding = build() if engine == "gpu" else build(device="cpu", engine=None)
+    top = nn.Linear(16, 1).to(embedding.device)
+    optimizer = torch.optim.SGD([*embedding.parameters(), *top.parameters()], lr=0.1)
+    for number in range(2):
+        ids = batch(number).to(embedding.device)
+        top(torch.cat([*embedding(ids).to_dict().values()], 1)).sum().backward()
+        optimizer.step()
+    weight = weakref.ref(top.weight)
+    del top, optimizer
+    gc.collect()
+    assert weight() is None

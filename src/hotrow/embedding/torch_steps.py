@@ -62,11 +62,16 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         owner.after(optimizer, groups)
 
 
+class _Groups(dict[str, dict[str, Any]]):
+    """Param groups by table. Unlike other dicts it can be referred to weakly: param groups keep
+    every weight of a model in memory."""
+
+
 class _Held(NamedTuple):
     """Stand-ins of one collection that an optimizer holds."""
 
     owner: Callable[[], TorchSteps | None]  # weakly
-    groups: dict[str, dict[str, Any]]  # param groups, by table
+    groups: _Groups
 
 
 def _held_by(optimizer: Optimizer) -> Iterator[tuple[TorchSteps, dict[str, Any]]]:
@@ -91,7 +96,7 @@ def _find_held(optimizer: Optimizer) -> list[_Held]:
             stands_for = stand_in_of(param)
             owner = None if stands_for is None else stands_for.owner()
             if stands_for is not None and owner is not None:
-                held = found.setdefault(id(owner), _Held(stands_for.owner, {}))
+                held = found.setdefault(id(owner), _Held(stands_for.owner, _Groups()))
                 held.groups[stands_for.table] = group
     return list(found.values())
 
@@ -185,8 +190,8 @@ class TorchSteps:
         self._idle, self._is_known = idle, is_known
         self._holders: WeakSet[Optimizer] = WeakSet([self._optimizer] if is_known else [])
         self._stepped: dict[str, Callable[[], Any]] = {}  # by table: the optimizer, weakly
-        # The optimizer of the newest step, weakly, and its param groups.
-        self._newest: tuple[Callable[[], Any], Mapping[str, Any]] = (_no_optimizer, {})
+        # Weakly: the param groups of the newest step's optimizer, while it holds the same tables.
+        self._newest: Callable[[], Any] = _no_optimizer
         self._applied: dict[str, int] = {}  # by table: the pass whose gradients were applied
         stand_ins.belong_to(self)
         self._past: dict[str, WeakSet[Optimizer]] = {}  # by table: those that have stepped it
@@ -203,13 +208,8 @@ class TorchSteps:
             with suppress(NoRule):
                 self._use(optimizer, self._rules(optimizer, groups))
 
-    def _is_newest(self, optimizer: Optimizer, groups: Mapping[str, Any]) -> bool:
-        """Whether an optimizer has made the newest step, of the same tables."""
-        newest, its_groups = self._newest
-        return newest() is optimizer and its_groups is groups
-
     def _note(self, optimizer: Optimizer, groups: Mapping[str, Any]) -> None:
-        self._newest = _no_optimizer, {}
+        self._newest = _no_optimizer
         self._stand_ins.be_sparse(groups, isinstance(optimizer, torch.optim.SparseAdam))
         self._holders.add(optimizer)
         _include(optimizer)
@@ -256,7 +256,7 @@ class TorchSteps:
 
     def has_state_of(self, optimizer: Optimizer, table: str) -> None:
         """Note that the state of a table's rows is that of an optimizer."""
-        self._newest = _no_optimizer, {}
+        self._newest = _no_optimizer
         self._stepped[table] = weakref.ref(optimizer)
         self._past[table] = WeakSet([optimizer])
 
@@ -286,14 +286,14 @@ class TorchSteps:
                     "converted module is no element of model.parameters(): choose parameters by "
                     "name, or by module.parameters()"
                 )
-        if not self._is_newest(optimizer, groups):
+        if self._newest() is not groups:
             self.hold(optimizer, groups)
         self._use(optimizer, rules)
         if self._stand_ins.device.type == "cpu":
             self._stand_ins.judge()  # before the dense part has changed
-        if not self._is_newest(optimizer, groups):
+        if self._newest() is not groups:
             self._take_over(optimizer, groups)
-            self._newest = weakref.ref(optimizer), groups
+            self._newest = weakref.ref(groups)
         self._stand_ins.are_stepped = True
 
     def after(self, optimizer: Optimizer, groups: Mapping[str, Any]) -> None:
@@ -360,7 +360,7 @@ class TorchSteps:
 
     def _take_over(self, optimizer: Optimizer, tables: Mapping[str, Any]) -> None:
         """Begin with new state if another optimizer has stepped these tables before."""
-        self._newest = _no_optimizer, {}
+        self._newest = _no_optimizer
         others = [
             name for name in tables if self._stepped.get(name, _no_optimizer)() is not optimizer
         ]
