@@ -55,10 +55,11 @@ def merge(
     upto = marks.cumsum(0, dtype=torch.int32)
     columns = triton.next_power_of_2(dim)
     tile = tile_rows(columns)
-    for own, other, is_second in ((first, second, False), (second, first, True)):
+    for own, other, start, is_second in ((first, second, 0, False), (second, first, a, True)):
         if own.ids.numel():
             _place[(triton.cdiv(own.ids.numel(), tile),)](
-                own, other, marks, upto, ids, grads, own.ids.numel(), other.ids.numel(), most,
+                own, other, marks, upto, ids, grads, start, 0 if is_second else a,
+                own.ids.numel(), other.ids.numel(), most,
                 None if is_second else tables, 0 if is_second else search,
                 dim, columns, tile, is_second, num_warps=tile_warps(columns), **EXACT,
             )  # fmt: skip
@@ -130,7 +131,9 @@ def _marks_to(upto, start, place, mask):
     return tl.load(upto + start + place, mask=mask, other=0) - before
 
 
-@triton.jit(do_not_specialize=["own_count", "other_count", "most"])
+@triton.jit(
+    do_not_specialize=["own_start", "other_start", "own_count", "other_count", "most"]
+)  # fmt: skip
 def _place(
     own,  # the list whose marked rows are placed
     other,
@@ -138,6 +141,8 @@ def _place(
     upto,  # [a + b] int32: how many marks there are up to each entry
     out_ids,
     out_grads,
+    own_start,  # where the entries of each list begin in `marks`
+    other_start,
     own_count,
     other_count,
     most,
@@ -149,8 +154,6 @@ def _place(
     IS_SECOND: tl.constexpr,
 ):
     """Writes a list's marked rows to their places: the first's with sums."""
-    own_start = other_count * IS_SECOND
-    other_start = own_count - own_count * IS_SECOND
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     mask = row < own_count
     mask = mask & (tl.load(marks + own_start + row, mask=mask, other=0) != 0)
