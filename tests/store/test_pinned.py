@@ -8,15 +8,18 @@ import os
 import subprocess
 import sys
 import textwrap
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from hotrow.inputs.tables import Copied, EmbeddingBagConfig, group_by_width
 from hotrow.kernels.triton.fill import gather, scatter
 from hotrow.store import pinned
-from hotrow.store.pinned import locked_rows
+from hotrow.store.pinned import locked_group, locked_rows
 from hotrow.support.host_memory import available_bytes
 
 CHUNK = 1 << 20
@@ -102,6 +105,82 @@ def test_pages_are_there_before_they_are_locked() -> None:
     assert len(grown) == 3
     for count, bytes_grown in enumerate(grown, start=1):
         assert bytes_grown > (count - 0.1) * chunk
+
+
+class Freed:
+    """Weights of tables, and how many tensors are freed whenever rows are taken."""
+
+    def __init__(self, count: int) -> None:
+        freed = self
+
+        class Watched(Copied):
+            def take(self, first: int, last: int, dim: int) -> Tensor:
+                freed.taken.append((int(self.held[0][first, 0]) - 1, freed.count()))
+                return super().take(first, last, dim)
+
+        held = [Watched([torch.full((CHUNK // 256, 64), k + 1.0)]) for k in range(count)]
+        self.taken: list[tuple[int, int]] = []  # table, and how many were freed
+        self.tables = [
+            EmbeddingBagConfig(f"t{k}", CHUNK // 256, 64, [f"f{k}"], init=init)
+            for k, init in enumerate(held)
+        ]
+        self.group = group_by_width(self.tables)[0]
+        self._weights = [weakref.ref(init.held[0]) for init in held]
+
+    def count(self) -> int:
+        return sum(weights() is None for weights in self._weights)
+
+
+def test_weights_are_moved_and_freed_before_rows_are_locked() -> None:
+    """A table's pages are touched when the weights of those before it are freed."""
+    system, weights, freed = System(), Freed(4), []
+
+    def register(address: int, num_bytes: int) -> str:
+        freed.append(weights.count())
+        return system.register(address, num_bytes)
+
+    made, left = locked_group(
+        weights.group,
+        66,
+        [0.5, 0.5],
+        seed=0,
+        register=register,
+        unregister=system.unregister,
+        chunk_bytes=CHUNK,
+    )
+    assert made.locked
+    assert left == []
+    assert all(table == count for table, count in weights.taken)
+    assert set(freed) == {4}
+    for place, rows in enumerate(made.rows.split(CHUNK // 256)):
+        assert bool((rows[:, :64] == place + 1).all())
+        assert bool((rows[:, 64:] == 0.5).all())
+
+
+MOVE = """
+import resource, torch
+from hotrow.inputs.tables import Copied, EmbeddingBagConfig, group_by_width
+from hotrow.store.pinned import locked_group
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # MiB
+
+tables = [
+    EmbeddingBagConfig(f"t{k}", 1 << 17, 64, [f"f{k}"], init=Copied([torch.rand(1 << 17, 64)]))
+    for k in range(6)
+]  # 32 MiB each
+group = group_by_width(tables)[0]
+before, peaks = peak(), []
+made, _ = locked_group(
+    group, 64, [], 0, register=lambda *_: peaks.append(peak()) or "", unregister=lambda _: None
+)
+print(max(*peaks, peak()) - before)
+"""
+
+
+def test_moved_weights_take_the_memory_of_one_table_more() -> None:
+    done = subprocess.run([sys.executable, "-c", MOVE], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 2 * 32  # all six at once would take 192
 
 
 # -- when the system refuses -------------------------------------------------------------

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotrow.store.ram import own_memory
+from hotrow.inputs.tables import Copied, EmbeddingBagConfig, WidthGroup
+from hotrow.store.ram import initialise, own_memory
 from hotrow.support.interrupts import uninterrupted
 from hotrow.support.streams import synchronize
 from hotrow.support.units import show_bytes
@@ -49,6 +50,7 @@ def locked_rows(
     num_rows: int,
     width: int,
     *,
+    fill: Callable[[Tensor], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
     register: Register | None = None,
     unregister: Unregister | None = None,
@@ -56,14 +58,19 @@ def locked_rows(
 ) -> LockedRows:
     """Allocate rows and lock them chunk by chunk, calling `progress(done_bytes, total_bytes)`.
 
-    More rows than the machine has memory for are a ValueError before anything is allocated.
+    `fill` writes rows before any is locked. A page that it has not written yet takes no memory, so
+    what it copies from may be freed piece by piece. More rows than the machine has memory for are a
+    ValueError before anything is allocated.
     """
     flat = own_memory(num_rows, width)
     chunks: list[int] = []  # addresses of what is registered
     release = weakref.finalize(flat, _unlock, chunks, unregister or _cuda_unregister, os.getpid())
     rows = torch.from_numpy(flat)
     try:
-        reason = _lock(rows, chunks, register or _cuda_register, chunk_bytes, progress)
+        if fill is not None:
+            fill(rows.view(-1, width))
+        is_new = fill is None
+        reason = _lock(rows, chunks, register or _cuda_register, chunk_bytes, progress, is_new)
     except BaseException:
         release()
         raise
@@ -72,19 +79,39 @@ def locked_rows(
     return LockedRows(rows.view(-1, width), reason, release)
 
 
+def locked_group(
+    group: WidthGroup, width: int, state: list[float], seed: int, **options: Any
+) -> tuple[LockedRows, list[EmbeddingBagConfig]]:
+    """Lock the rows of a group; return them, and the tables that are still zeros. Weights that
+    exist are moved first, table by table; `options` are those of `locked_rows`."""
+    moved = [table for table in group.tables if isinstance(table.start, Copied)]
+
+    def fill(rows: Tensor) -> None:
+        held = [x for table in moved if isinstance(table.start, Copied) for x in table.start.held]
+        if any(weights.is_cuda for weights in held):
+            synchronize()  # threads read them in other streams
+        held.clear()
+        initialise(rows, group, state, seed, tables=moved)
+
+    rows = locked_rows(group.num_rows, width, fill=fill if moved else None, **options)
+    return rows, [table for table in group.tables if table not in moved]
+
+
 def _lock(
     flat: Tensor,
     chunks: list[int],
     register: Register,
     chunk_bytes: int,
     progress: Callable[[int, int], None] | None,
+    is_new: bool,  # no page exists yet
 ) -> str:
     """Register all of `flat` and add addresses to `chunks`; return why not if it is refused."""
     total, done = flat.numel() * 4, 0
     for part in flat.split(chunk_bytes // 4):
         # Locking is much faster where pages exist. Making them is work for all cores, which torch
         # uses in the main thread only.
-        part.zero_()
+        if is_new:
+            part.zero_()
         with uninterrupted():  # a locked chunk must be in `chunks`, or it stays locked
             why = register(part.data_ptr(), part.numel() * 4)
             if not why:

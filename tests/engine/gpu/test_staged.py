@@ -337,13 +337,14 @@ def test_bulk_is_tried_where_a_strategy_can_use_it(strategy: Strategy, reason: s
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="test_staged_on_gpu.py measures there")
 def test_measuring_tries_every_form_and_leaves_the_store_as_it_was() -> None:
-    rows, state = torch.zeros(1400, 4), torch.random.get_rng_state()
     forms = ("zero-copy", "bulk", "staged")
-    found = measure(Store(rows), DEVICE, lanes_of(DEVICE), 16, forms)
-    assert tuple(found) == forms
-    assert all(rate > 0 for rate in found.values())
-    assert not rows.any()
-    assert torch.equal(torch.random.get_rng_state(), state)
+    for before in (torch.zeros(1400, 4), torch.randn(1400, 4)):
+        rows, state, is_zero = before.clone(), torch.random.get_rng_state(), not before.any()
+        found = measure(Store(rows), DEVICE, lanes_of(DEVICE), 16, forms, is_zero=is_zero)
+        assert tuple(found) == forms
+        assert all(rate > 0 for rate in found.values())
+        assert torch.equal(rows, before)
+        assert torch.equal(torch.random.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,16 @@ Knows bytes and maps; not batches, and not when rows move.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hotrow.engine.gpu.bulk import PACKETS
 from hotrow.engine.gpu.fill_forms import FillChoice
-from hotrow.engine.gpu.mover_choice import choose
+from hotrow.engine.gpu.mover_choice import choose, measure
 from hotrow.engine.gpu.planner import DeviceScratchpad, refuse_too_many
 from hotrow.engine.memory import AllRows, Buffer, InFlight, locate
 from hotrow.engine.settings import Settings
@@ -21,7 +23,7 @@ from hotrow.engine.strategy import Strategy
 from hotrow.inputs.tables import Constant, EmbeddingBagConfig, Normal, Uniform, WidthGroup
 from hotrow.kernels.triton import fill, start
 from hotrow.store.budget import Share
-from hotrow.store.pinned import locked_rows
+from hotrow.store.pinned import locked_group
 from hotrow.store.ram import Store, host_rows, initialise, seed_words
 from hotrow.store.writer import why_not
 from hotrow.support.messages import warn
@@ -39,32 +41,31 @@ class HostStore:
 
     def __init__(self, settings: Settings, share: Share) -> None:
         layout, device = settings.layout, settings.device
+        state, seed, left = settings.state_start, settings.seed, list(layout.tables)
         # Page-locked: the device reads and writes rows by itself.
         self.is_locked = settings.page_locked
         if device.type == "cuda" and self.is_locked:
             with bytes_bar("page-locking rows") as advance:
-                memory = locked_rows(layout.num_rows, settings.width, progress=advance)
+                memory, left = locked_group(layout, settings.width, state, seed, progress=advance)
             rows, self.is_locked = memory.rows, memory.locked
             if not memory.locked:
                 warn(memory.reason)
         else:  # kernels run in Triton's interpreter
             rows = host_rows(layout.num_rows, settings.width)
         self.store = Store(rows, device=device, untrained=layout.untrained)
-        self.fill_choice = self._choose_fill(settings)
+        self.fill_choice = self._choose_fill(settings, is_zero=len(left) == len(layout.tables))
         self.strategy, self.packets, self.share = self._share_out(settings, share)
         on_gpu = device.type == "cuda" and self.is_locked
         if on_gpu:
-            initialise_on_gpu(rows, layout, settings.state_start, settings.seed, device)
+            initialise_on_gpu(rows, layout, state, seed, device, tables=left)
         else:
-            initialise(rows, layout, settings.state_start, settings.seed)
+            initialise(rows, layout, state, seed, tables=left)
         # Rows that were never written need not be read: the device knows how they start.
         self.unwritten: start.Unwritten | None = None
         if self._notes_written:
-            self.unwritten = unwritten_rows(
-                layout, settings.state_start, settings.seed, device, on_gpu=on_gpu
-            )
+            self.unwritten = unwritten_rows(layout, state, seed, device, on_gpu=on_gpu)
 
-    def _choose_fill(self, settings: Settings) -> FillChoice:
+    def _choose_fill(self, settings: Settings, *, is_zero: bool) -> FillChoice:
         strategy, wanted = settings.strategy, settings.fill
         if not self.is_locked:
             return FillChoice("staged", "the store is not page-locked")
@@ -79,7 +80,8 @@ class HostStore:
         if settings.device.type != "cuda":
             return FillChoice("zero-copy", "one memory serves both")
         bulk = not _why_not_bulk(strategy)
-        return choose(self.store, settings.device, settings.lanes, bulk=bulk)
+        rates = partial(measure, is_zero=is_zero)
+        return choose(self.store, settings.device, settings.lanes, bulk=bulk, rates=rates)
 
     def _share_out(self, settings: Settings, share: Share) -> tuple[Strategy, int, Share]:
         """Return the strategy with the stages that the form needs, packets, and what is left."""
@@ -238,11 +240,20 @@ def _why_not_bulk(strategy: Strategy) -> str:
 
 
 def initialise_on_gpu(
-    store: Tensor, layout: WidthGroup, state: list[float], seed: int, device: torch.device
+    store: Tensor,
+    layout: WidthGroup,
+    state: list[float],
+    seed: int,
+    device: torch.device,
+    *,
+    tables: Sequence[EmbeddingBagConfig] | None = None,
 ) -> None:
-    """Start every row of page-locked host memory; a GPU fills it as fast as the link goes."""
+    """Start every row of page-locked host memory, or of some tables; a GPU fills it as fast as the
+    link goes."""
     columns = torch.tensor(state, device=device)
     for table, base in zip(layout.tables, layout.bases, strict=True):
+        if tables is not None and table not in tables:
+            continue
         beginning = _beginning(table, on_gpu=True)
         if beginning.kind == "other":
             synchronize(device)

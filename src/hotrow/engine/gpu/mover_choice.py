@@ -91,9 +91,9 @@ def choose(
     cores: int | None = None,
     rates: Callable[..., dict[str, float]] | None = None,
 ) -> FillChoice:
-    """Measure with a store that is still all zero, and stays so; `bulk`: whether that may be.
+    """Measure with a store, which stays as it is; `bulk`: whether that may be.
 
-    Tests give the number of `cores`, and `rates` instead of `measure`.
+    Tests give the number of `cores`, and other `rates` than those of `measure`.
     """
     cores = torch.get_num_threads() if cores is None else cores
     others = [form for form, least in _LEAST_CORES.items() if cores >= least]
@@ -117,9 +117,15 @@ _Run = Callable[[list[_Batch]], None]
 
 
 def measure(
-    store: Store, device: torch.device, lanes: Lanes, moves: int, forms: Sequence[str]
+    store: Store,
+    device: torch.device,
+    lanes: Lanes,
+    moves: int,
+    forms: Sequence[str],
+    *,
+    is_zero: bool = True,
 ) -> dict[str, float]:
-    """Moves per second of each form, batch behind batch as in training.
+    """Moves per second of each form, batch behind batch as in training; `is_zero`: all rows are.
 
     No batch moves a row that another has moved: what lies in the CPU's caches would cost nothing.
     """
@@ -131,9 +137,14 @@ def measure(
         places = torch.arange(moves, dtype=torch.int32, device=device)
         pairs = [pair.split(moves) for pair in ids.split(2 * moves)]
         batches = [_Batch(Moves(places, *pair), pair[1].cpu()) for pair in pairs]
+        # Zeros move, and what was read then is written over other rows.
+        leaving = torch.cat([pair[0] for pair in pairs]).long().cpu()
+        kept = None if is_zero else store.rows[leaving]
         for place, form in enumerate(forms):
             run = _RUNS[form](store, slots, ids.dtype, lanes)
             found[form] = _rate(run, batches[place * count : (place + 1) * count], device)
+    if kept is not None:
+        store.rows[leaving] = kept
     return found
 
 

@@ -33,7 +33,7 @@ from hotrow.engine.work import Work
 from hotrow.inputs.batch import Lookups
 from hotrow.inputs.tables import WidthGroup
 from hotrow.kernels import reference
-from hotrow.store.pinned import locked_rows
+from hotrow.store.pinned import locked_group
 from hotrow.store.ram import Store, host_rows, initialise
 from hotrow.support.streams import capturing
 
@@ -383,14 +383,14 @@ def _new_store(settings: Settings) -> Store:
         initialise(store.rows, layout, start, seed)
         return store
     # Training has no use for page-locked rows, but a GPU fills them in seconds.
-    memory = locked_rows(layout.num_rows, width)
+    memory, left = locked_group(layout, width, start, seed)
     store = Store(memory.rows, untrained=layout.untrained)
     if memory.locked:
         from hotrow.engine.gpu.memory import initialise_on_gpu  # imports Triton
 
-        initialise_on_gpu(store.rows, layout, start, seed, device)
+        initialise_on_gpu(store.rows, layout, start, seed, device, tables=left)
     else:
-        initialise(store.rows, layout, start, seed)
+        initialise(store.rows, layout, start, seed, tables=left)
     return store
 
 
