@@ -26,6 +26,22 @@ print(peak() - before)
 """
 
 
+WITH_STATE = SCRIPT.replace(
+    "train(model)\nprint",
+    """optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+before += 6 * 36.6  # its state
+hotrow.convert(model, "5%", optimizer=optimizer, show=False)
+print""",
+)
+
+
+def test_tables_with_state_take_the_memory_of_their_state_more() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_STATE], capture_output=True, text=True, check=True
+    )
+    assert float(done.stdout) < 8 * 36.6  # the state of six, a table, and what it is read by
+
+
 def test_tables_are_moved_one_by_one() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True

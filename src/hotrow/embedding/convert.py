@@ -298,8 +298,14 @@ def _convert(
         device = _device_of(model, chosen)
     rule = _checked_rule(chosen, optimizers, idle)
     configs = [_config(table) for table in chosen]
-    weights = {table.name: table.weight.data for table in chosen}
-    serving = ModuleTables(configs, weights, device=device, budget=budget, idle=idle, **options)
+    serving = ModuleTables(
+        configs,
+        {table.name: table.weight.data for table in chosen},
+        device=device,
+        budget=budget,
+        idle=idle,
+        **options,
+    )
     serving.check_budget(rule)
     new: dict[int, Any] = {}
     for table in chosen:
@@ -311,10 +317,11 @@ def _convert(
     for table in chosen:
         for module in table.modules.values():
             _make_hotrow(module, serving, table.name)
-    for optimizer in optimizers:
-        _take_over(optimizer, chosen, new, serving)
+    states = [_take_over(optimizer, chosen, new) for optimizer in optimizers]
     for table in chosen:
         del table.weight  # or it would keep the memory of the whole table
+    for optimizer, by_table in zip(optimizers, states, strict=True):
+        _load_states(optimizer, by_table, serving)
 
 
 def _config(table: _Table) -> Any:
@@ -420,9 +427,9 @@ def _exchange(optimizer: Optimizer, new: Mapping[int, Any]) -> None:
 
 
 def _take_over(
-    optimizer: Optimizer, chosen: Sequence[_Table], new: Mapping[int, Any], tables: ModuleTables
-) -> None:
-    """Let an optimizer hold stand-ins instead of weights, whose state moves to the rows."""
+    optimizer: Optimizer, chosen: Sequence[_Table], new: Mapping[int, Any]
+) -> dict[str, dict[str, Any]]:
+    """Let an optimizer hold stand-ins instead of weights, whose state is returned by table."""
     states = {}
     for table in chosen:
         if table.weight in optimizer.state:
@@ -431,6 +438,13 @@ def _take_over(
             optimizer.state[stand_in] = _own_state(state, table.weight, stand_in)
     _exchange(optimizer, new)
     note_stand_ins(optimizer)
+    return states
+
+
+def _load_states(
+    optimizer: Optimizer, states: dict[str, dict[str, Any]], tables: ModuleTables
+) -> None:
+    """Move the state of weights to the rows, table by table."""
     for name in [name for name, state in states.items() if state]:
         state, owner = states.pop(name), tables.collection.torch_steps
         assert owner is not None

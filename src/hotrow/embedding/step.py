@@ -417,7 +417,7 @@ class PendingStep:
 
     @property
     def skips_late(self) -> bool:
-        """Whether a device may skip a step that the host has counted: no number depends on it."""
+        """Whether a device may skip a step that the host has counted: no value depends on the count."""
         return self._on_nonfinite == "propagate" and not self._optimizer.rule.state_names
 
     @torch.no_grad()
