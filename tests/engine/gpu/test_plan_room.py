@@ -287,6 +287,16 @@ def test_plans_that_take_too_much_leave_half_of_the_slots_and_say_so() -> None:
         other.reserve(10)  # fits
 
 
+def test_waiting_gradients_are_among_what_takes_too_much() -> None:
+    embedding = build("12%", update="step")
+    with pytest.warns(UserWarning, match="more than half of the slots") as caught:
+        embedding.reserve(500)
+    # 88.1 KiB of plans, and for each of 500 rows a gradient of 16 floats with its id.
+    assert "plans and waiting gradients of batches with 500 lookups take 121.3 KiB" in str(
+        caught[0].message
+    )
+
+
 def test_a_budget_as_large_as_the_warning_says_is_enough() -> None:
     with pytest.warns(UserWarning, match="times as large") as caught:
         build("20%").reserve(160)

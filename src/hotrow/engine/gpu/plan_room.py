@@ -96,7 +96,7 @@ class PlanRoom(FixedSlots):
             **later,
             "plans": self.plan_bytes,
             "rows on their way": self._packet_bytes(self.num_slots),
-            **({WAITING: self._sum_bytes} if self._sums_wait else {}),
+            **({WAITING: self.waiting_bytes} if self._sums_wait else {}),
         }
 
     @property
@@ -104,8 +104,10 @@ class PlanRoom(FixedSlots):
         return int(self._group.planning.plan_bytes(self._lookups, self._plans))
 
     @property
-    def _sum_bytes(self) -> int:
-        """What the gradients of a batch's different rows take."""
+    def waiting_bytes(self) -> int:
+        """What the gradients of a batch's different rows take while they wait; 0: none wait."""
+        if not self._sums_wait:
+            return 0
         group = self._group
         per_row = 4 * group.dim + group.memory.pad.id_type.itemsize
         return int(group.planning.inputs.uniques(self._lookups) * per_row)
@@ -156,10 +158,11 @@ def make_room(
     elif excess > on_top:
         missing, part = _give_up_slots(groups, excess - on_top)
     if missing > 0:
-        taken = sum(group.plan_bytes for group in groups)
+        taken = sum(group.plan_bytes + group.waiting_bytes for group in groups)
         slots = sum(group.num_slots for group in groups)
+        what = "plans and waiting gradients" if sums_wait else "plans"
         warn(
-            f"of the budget of {show_bytes(budget_bytes)}, plans of batches with "
+            f"of the budget of {show_bytes(budget_bytes)}, {what} of batches with "
             f"{sum(lookups):,} lookups take {show_bytes(taken)}, and more than half of the "
             f"slots would have to give way. {slots:,} slots are kept, and "
             f"{show_bytes(missing)} more than the budget are used. A budget {2 * part:.1f} "
