@@ -417,7 +417,7 @@ class PendingStep:
 
     @property
     def skips_late(self) -> bool:
-        """Whether a device may skip a step that the host has counted: no value depends on the count."""
+        """Whether a device may skip a step that the host has counted: no value needs it."""
         return self._on_nonfinite == "propagate" and not self._optimizer.rule.state_names
 
     @torch.no_grad()
