@@ -48,9 +48,11 @@ class LateFlag:
 class LateCount:
     """A number on a device that the host knows some time after it was computed."""
 
-    def __init__(self, there: Tensor) -> None:
+    def __init__(self, there: Tensor, before: LateCount | None = None, more: int = 0) -> None:
+        """The number is at most `more` larger than the one `before`."""
         self._here: Tensor | None = there
         self._copied: Any = None
+        self._before, self._more = before, more
         if there.is_cuda:
             self._here = None
             if not capturing():
@@ -66,3 +68,16 @@ class LateCount:
         if self._copied is not None and (capturing() or not self._copied.query()):
             return None
         return int(self._here)
+
+    def at_most(self) -> int | None:
+        """Return the number, or a limit of it that follows from those before; None: not known."""
+        late: LateCount | None = self
+        more = 0
+        while late is not None:
+            known = late.now()
+            if known is not None:
+                late._before = None
+                return known + more
+            more += late._more
+            late = late._before
+        return None

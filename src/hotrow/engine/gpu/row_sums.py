@@ -42,7 +42,8 @@ class DeviceSums(HostSums):
         for part in others:
             first, second = _pairs(_trimmed(joined)), _pairs(part)
             pairs, count = merge(first, second, self._layout.num_rows, tables)
-            joined = RowSums(pairs.ids, pairs.grads, count=LateCount(count))
+            late = LateCount(count, joined.count, part.ids.numel())
+            joined = RowSums(pairs.ids, pairs.grads, count=late)
             tables = None  # it is done
         return joined
 
@@ -116,8 +117,8 @@ def _pairs(sums: RowSums) -> Pairs:
 
 
 def _trimmed(sums: RowSums) -> RowSums:
-    """Drop padding behind the rows if the host knows by now how many there are."""
-    count = None if sums.count is None else sums.count.now()
-    if count is None or count == sums.ids.numel():
+    """Drop padding behind the rows, as far as the host knows by now how many there are."""
+    count = None if sums.count is None else sums.count.at_most()
+    if count is None or count >= sums.ids.numel():
         return sums
     return RowSums(sums.ids[:count], sums.grads[:count])
