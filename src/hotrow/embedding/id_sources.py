@@ -145,6 +145,7 @@ class IdSources:
         self._calls: list[Call] = []
         self._candidates: list[list[tuple[Any, Any]]] | None = None  # of each call
         self.unknown: list[str] = []  # tables whose ids do not follow from the batch
+        self._constants: dict[Any, Tensor] = {}  # of joined calls
 
     @property
     def are_certain(self) -> bool:
@@ -196,7 +197,7 @@ class IdSources:
         sources = [CallSource(call, *found[0]) for call, found in pairs if found]
         tensors = all_tensors_in(batch)
         calls = [call for source in sources if (call := source.of(batch, tensors)) is not None]
-        return JoinedCalls(calls, _whole(sources, calls, tensors))
+        return JoinedCalls(calls, _whole(sources, calls, tensors), self._constants)
 
 
 def _holds(candidate: tuple[Any, Any], call: Call, batch: Any, tensors: Sequence[Tensor]) -> bool:

@@ -34,6 +34,18 @@ class Batch:
     given: tuple[Tensor, ...] = ()  # the user's own tensors, if a device compares ids later
     # Where modules look up: bags of each call, by key. Keys then have different numbers of bags.
     calls: tuple[tuple[int, ...], ...] = ()
+    varies: bool = False  # some of these have offsets, so batches have other numbers of ids
+
+    @property
+    def edges(self) -> Tensor:
+        """Return where the ids of each key begin, and the end, by launches alone."""
+        assert self.offsets is not None
+        if not self.calls:
+            return self.offsets[:: self.num_samples]
+        firsts = [0]
+        for sizes in self.calls:
+            firsts.append(firsts[-1] + sum(sizes))
+        return torch.cat([self.offsets[first : first + 1] for first in firsts])
 
     def bags_of(self, key: str) -> slice:
         """Return where the bags of a key begin and end among those of a jagged batch."""
@@ -343,6 +355,8 @@ def outline_of(batch: Batch, group: WidthGroup) -> Lookups:
         bags = (batch.num_samples,) * len(group.features)
         return Lookups(nothing, None, None, bags, by_sample=True)
     spans = spans_of(batch, group)
+    if batch.calls:
+        return _outline_of_calls(batch, group, spans)
     lengths: list[Tensor] = []
     for feature, (low, high) in zip(group.features, spans, strict=True):
         if feature.pooling == "none":
@@ -350,12 +364,32 @@ def outline_of(batch: Batch, group: WidthGroup) -> Lookups:
         else:
             of_key = batch.bags_of(feature.key)
             lengths.append(batch.offsets[of_key.start : of_key.stop + 1].diff())
-    calls = batch.calls and [batch.calls[batch.keys.index(x.key)] for x in group.features]
     return Lookups(
         ids=nothing,
         offsets=torch.nn.functional.pad(torch.cat(lengths).cumsum(0), (1, 0)),
         divisor=None,
         bags_per_feature=tuple(part.numel() for part in lengths),
+        by_sample=False,
+        spans=spans,
+    )
+
+
+def _outline_of_calls(
+    batch: Batch, group: WidthGroup, spans: tuple[tuple[int, int], ...]
+) -> Lookups:
+    """Return `outline_of` where modules look up: offsets have every bag, also those of one id."""
+    offsets = batch.offsets
+    assert offsets is not None
+    if group.keys != batch.keys:
+        bags = [batch.bags_of(feature.key) for feature in group.features]
+        lengths = torch.cat([offsets[x.start : x.stop + 1].diff() for x in bags])
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    calls = [batch.calls[batch.keys.index(feature.key)] for feature in group.features]
+    return Lookups(
+        ids=batch.values.new_empty(0),
+        offsets=offsets,
+        divisor=None,
+        bags_per_feature=tuple(sum(sizes) for sizes in calls),
         by_sample=False,
         spans=spans,
         parts=tuple((place, bags) for place, sizes in enumerate(calls) for bags in sizes),
@@ -367,10 +401,10 @@ def fixed_outline(
 ) -> Lookups:
     """Return `outline_of` with the divisor, by launches that are equal for all batches of a shape.
 
-    For a group without pooling, which has a vector per lookup, the shape includes its spans.
-    `is_real` [size] says which lookups read a row.
+    For a group without pooling, which has a vector per lookup, the shape includes its spans; where
+    modules look up, the bags of their calls. `is_real` [size] says which lookups read a row.
     """
-    if is_pooled(group):
+    if is_pooled(group) and not batch.calls:
         x = _pooled_outline(batch, group, columns, size)
     else:
         x = replace(outline_of(batch, group), size=size)

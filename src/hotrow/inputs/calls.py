@@ -5,14 +5,18 @@ Knows tensors and tables' names; neither modules nor rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hotrow.inputs.batch import Batch
+from hotrow.support.streams import capturing
+
+_MOST_CONSTANTS = 16  # tensors that batches of the same shapes share
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class Call:
     has_end: bool = False  # the last offset is the number of ids
     by_row: bool = False
     is_whole: bool = False  # the ids are all rows of the table
+    # For captured steps: [1] int64 on the device, how many ids there are before padding.
+    count: Tensor | None = None
 
     @property
     def num_bags(self) -> int:
@@ -82,15 +88,50 @@ class JoinedCalls:
     tables in their order, and the calls of each in theirs.
     """
 
-    def __init__(self, calls: Sequence[Call], whole: Tensor | None = None) -> None:
-        """`whole`: a tensor whose columns are the ids of the calls, in their order."""
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        whole: Tensor | None = None,
+        constants: dict[Any, Tensor] | None = None,
+    ) -> None:
+        """`whole`: a tensor whose columns are the ids of the calls, in their order. `constants`:
+        what depends on shapes alone; batches share it."""
         self.calls, self._whole = tuple(calls), whole
+        self._constants = {} if constants is None else constants
         self._batch: Batch | None = None
         self._offsets: dict[int, Tensor] = {}  # of calls on a CPU, as they were joined
 
     def again(self) -> JoinedCalls:
         """Return the same calls, to be joined as they are now."""
-        return JoinedCalls(self.calls, self._whole)
+        return JoinedCalls(self.calls, self._whole, self._constants)
+
+    def padded(self, memory: Mapping[int, tuple[Tensor, Tensor]]) -> JoinedCalls:
+        """Return the same calls with padding behind some ids; `memory` has the longer tensor, and
+        how many ids there are, by the address of ids."""
+        calls = []
+        for call in self.calls:
+            ids, count = memory.get(call.ids.data_ptr(), (call.ids, None))
+            calls.append(call if call.offsets is None else replace(call, ids=ids, count=count))
+        is_padded = any(call.count is not None for call in calls)
+        return JoinedCalls(calls, None, self._constants) if is_padded else self
+
+    @property
+    def constants(self) -> tuple[Tensor, ...]:
+        """What a captured step reads of other batches' memory, and must keep alive."""
+        return tuple(self._constants.values())
+
+    @cached_property
+    def num_ids(self) -> int:
+        return sum(call.ids.numel() for call in self.calls)
+
+    @cached_property
+    def sizes(self) -> set[int]:
+        """The lengths of all calls' inputs; that of the batch is among them."""
+        return {
+            call.num_bags if call.offsets is not None else len(call.ids)
+            for call in self.calls
+            if call.ids.dim() and not call.is_whole
+        }
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -131,16 +172,69 @@ class JoinedCalls:
     def _jagged(self, columns: tuple[str, ...]) -> Batch:
         by_table = [[self.calls[k] for k in self.by_table.get(name, ())] for name in columns]
         ordered = [call for calls in by_table for call in calls]
-        values = torch.cat([call.ids.reshape(-1) for call in ordered]).long()
-        starts, ends, first = [], [0], 0
+        ends, values = [0], torch.cat([call.ids.reshape(-1) for call in ordered]).long()
         for calls in by_table:
-            for call in calls:
+            ends.append(ends[-1] + sum(call.ids.numel() for call in calls))
+        if any(call.count is not None for call in ordered):
+            values, offsets = self._packed(ordered, values)
+        else:
+            offsets = self._joined_offsets(ordered)
+        return Batch(
+            values,
+            offsets,
+            columns,
+            1,
+            tuple(ends),
+            calls=tuple(tuple(call.num_bags for call in calls) for calls in by_table),
+            varies=any(call.offsets is not None for call in ordered),
+        )
+
+    def _joined_offsets(self, ordered: Sequence[Call]) -> Tensor:
+        """Return where each bag begins among the ids of all calls, and the end."""
+
+        def join() -> Tensor:
+            starts, first = [], 0
+            for call in ordered:
                 starts.append(call.bag_starts() + first)
                 first += call.ids.numel()
-            ends.append(first)
-        end = torch.full((1,), first, device=values.device)
-        bags = tuple(tuple(call.num_bags for call in calls) for calls in by_table)
-        return Batch(values, torch.cat([*starts, end]), columns, 1, tuple(ends), calls=bags)
+            return torch.cat([*starts, torch.full((1,), first, device=starts[0].device)])
+
+        if any(call.offsets is not None for call in ordered):
+            return join()
+        shapes = tuple((call.num_bags, call.ids.numel()) for call in ordered)
+        return self._constant((ordered[0].ids.device, shapes), join)
+
+    def _packed(self, ordered: Sequence[Call], values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ids without the padding between calls, which comes last, and the offsets of bags.
+        Launches alone, equal for all batches of a shape."""
+        sizes = [call.ids.numel() for call in ordered]
+        firsts = [sum(sizes[:k]) for k in range(len(sizes))]
+        both = self._constant(
+            (values.device, "places", tuple(sizes)),
+            lambda: torch.tensor([sizes, firsts]).to(values.device, non_blocking=True),
+        )
+        pairs = list(zip(ordered, both[0].split(1), strict=True))
+        counts = torch.cat([size if call.count is None else call.count for call, size in pairs])
+        ends = counts.cumsum(0)
+        starts = ends - counts
+        bags = [call.bag_starts() + starts[k] for k, call in enumerate(ordered)]
+        place = torch.arange(len(values), device=values.device)
+        owner = torch.searchsorted(ends, place, right=True).clamp_(max=len(ordered) - 1)
+        source = place + (both[1] - starts).index_select(0, owner)
+        packed = values.index_select(0, source.clamp_(max=len(values) - 1))
+        return packed, torch.cat([*bags, ends[-1:]])
+
+    def _constant(self, key: Any, make: Callable[[], Tensor]) -> Tensor:
+        """Return what depends on shapes alone. What is made in a graph has values in its replays
+        alone."""
+        known = self._constants.get(key)
+        if known is None:
+            known = make()
+            if not capturing():
+                if len(self._constants) >= _MOST_CONSTANTS:
+                    self._constants.clear()
+                self._constants[key] = known
+        return known
 
     def ids_of(self, number: int, columns: tuple[str, ...]) -> Tensor:
         """Return the ids of a call as they were joined, [ids]."""
