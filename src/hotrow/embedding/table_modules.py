@@ -133,12 +133,20 @@ class TableModule(OutsideGraphs):
             padding_idx %= self.num_embeddings
         return self._plain_lookup(ids, padding_idx)
 
-    def _look_up(self, ids: Tensor, offsets: Tensor | None = None, **form: bool) -> Tensor:
+    def _look_up(
+        self,
+        ids: Tensor,
+        offsets: Tensor | None = None,
+        *,
+        has_end: bool = False,
+        by_row: bool = False,
+    ) -> Tensor:
         self._refuse_other_weight()
         check_integers(ids, "ids")
         if ids.dtype not in (torch.int64, torch.int32):
             ids = ids.long()
-        return self._tables.look_up(Call(self._table, ids, offsets, **form), trains=self.training)
+        call = Call(self._table, ids, offsets, has_end, by_row)
+        return self._tables.look_up(call, trains=self.training)
 
     # -- what torch does to modules ----------------------------------------------------
 
@@ -360,7 +368,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
             width = input.shape[1]
             offsets = torch.arange(len(input) + 1, device=input.device) * width
         elif not self.include_last_offset:
-            offsets = torch.cat([offsets, offsets.new_tensor([input.numel()])])
+            offsets = functional.pad(offsets, (0, 1), value=input.numel())
         ids = input.reshape(-1)
         vectors = self._look_up(ids)
         is_max = self.mode == "max"

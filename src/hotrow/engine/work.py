@@ -24,6 +24,7 @@ class Work:
     collected = False  # leaving rows have been read
     inserted = False  # entering rows are in their slots
     announced = True  # the batch was expected, so batches before it hold its rows
+    is_fixed = False  # launches are to be the same for all batches of one shape
 
     @property
     def lookups(self) -> Lookups:

@@ -34,6 +34,8 @@ from hotrow.training.static_inputs import (
     StaticInput,
     can_land,
     engines_of,
+    growing_ids,
+    has_size,
     works_of,
 )
 
@@ -184,19 +186,31 @@ class CapturedStep:
         tensors = only_tensors_in(batch)
         if not tensors:
             return None  # anything else may change, and a graph would not see it
-        sizes = {part.batch.num_samples for _, part in planned}
-        if 0 in sizes or (self._batch_size is not None and sizes != {self._batch_size}):
+        size = self._batch_size
+        if any(
+            has_size(part, 0) or not (size is None or has_size(part, size)) for _, part in planned
+        ):
             return None
         room: dict[int, int] = {}  # of tensors with an element per lookup
         jagged = [part for _, part in planned if part.batch.offsets is not None]
-        if any(part.batch.calls for part in jagged):
-            return None  # modules with bags, or called twice: their ids are joined at new places
         if not jagged:
             return InputForm(tensors, room, (), engines_of(planned))
         places = {id(tensor): place for place, tensor in enumerate(tensors)}
-        lookups = {id(x): x.numel() for x in (parts_of(part.features)[0] for part in jagged)}
-        if self._max_lookups is not None and sum(lookups.values()) > self._max_lookups:
+        facts = tuple(InputForm.facts_of(work) for part in jagged for work in part.works)
+        calls = [part.features for part in jagged if part.batch.calls]
+        jagged = [part for part in jagged if not part.batch.calls]
+        by_input = {id(x): x.numel() for x in (parts_of(part.features)[0] for part in jagged)}
+        lookups = sum(by_input.values()) + sum(joined.num_ids for joined in calls)
+        if self._max_lookups is not None and lookups > self._max_lookups:
             return None
+        if any(not call.ids.numel() for joined in calls for call in joined.calls):
+            return None
+        counted = {place for joined in calls for place in growing_ids(joined, places)}
+        for place in counted:
+            size, known = tensors[place].numel(), self._rooms.setdefault(place, Room())
+            if self._max_lookups is not None and len(counted) == 1:
+                known.fix(self._max_lookups - lookups + size)
+            room[place] = known(size)
         for part in jagged:
             values, offsets, weights = parts_of(part.features)
             given = [tensor for tensor in (values, offsets, weights) if tensor is not None]
@@ -207,8 +221,7 @@ class CapturedStep:
             works = [w for x in jagged if parts_of(x.features)[0] is values for w in x.works]
             size = self._room_for(values, works, places[id(values)])
             room |= {places[id(x)]: size for x in (values, weights) if x is not None}
-        facts = tuple(InputForm.facts_of(work) for part in jagged for work in part.works)
-        return InputForm(tensors, room, facts, engines_of(planned))
+        return InputForm(tensors, room, facts, engines_of(planned), frozenset(counted))
 
     def _room_for(self, values: Tensor, works: Sequence[Any], place: int) -> int:
         if not all(work.group.planning.is_pooled for work in works):
@@ -267,7 +280,7 @@ class CapturedStep:
         is_new = split is not None and not shape.can_split(split.first, static)
         if is_new or self._refused or not static.can_be_replayed(batch):
             loss = self._run_eagerly(batch, split)
-        elif static.taken and not shape.is_tried:
+        elif static.needs_try and not shape.is_tried:
             loss = self._try(static)
         elif (graph := self._graph_for(static, split)) is None:
             # Autograd's threads may still hold what a failed capture made on its own stream. Torch
@@ -408,7 +421,7 @@ class CapturedStep:
                 for counter, value in counted:
                     counter.copy_(value)
         self._pool = graph.pool()
-        kept = [work.group.capture.memory_of(work) for work in works]
+        kept = [*(work.group.capture.memory_of(work) for work in works), *static.constants]
         # Frozen collections, and those without a part in the loss, are not updated.
         updated = [
             (collection, collection.optimizer.in_graph)

@@ -7,7 +7,7 @@ batch leaves a part of its memory unused, which only the graph sees.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from operator import is_
@@ -19,6 +19,7 @@ from torch import Tensor
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.embedding.pipeline import PlannedBatch
 from hotrow.embedding.reader import PlannedBatches
+from hotrow.inputs.calls import JoinedCalls
 from hotrow.inputs.tree import map_tensors, tensors_in
 from hotrow.support.streams import Lanes, Mark
 
@@ -38,6 +39,27 @@ def can_land(collection: EmbeddingBagCollection, planned: PlannedBatch) -> bool:
     return all(
         work.group.capture.accepts(planned.batch, updates_at_once=at_once) for work in planned.works
     )
+
+
+def has_size(planned: PlannedBatch, size: int) -> bool:
+    """Whether a batch has so many samples. Modules are called with several tensors; some, such as
+    positions, may have another length."""
+    features = planned.features
+    sizes = features.sizes if isinstance(features, JoinedCalls) else {planned.batch.num_samples}
+    return size in sizes
+
+
+def growing_ids(features: JoinedCalls, places: Mapping[int, int]) -> set[int]:
+    """Return the places of the tensors that have another number of ids in each batch: those of bags
+    with offsets. Calls of another form would read the padding of such a tensor."""
+    growing, fixed = {}, set()
+    for call in features.calls:
+        memory = call.ids.untyped_storage().data_ptr()
+        if call.offsets is None or id(call.ids) not in places:
+            fixed.add(memory)
+        else:
+            growing[memory] = places[id(call.ids)]
+    return {place for memory, place in growing.items() if memory not in fixed}
 
 
 class PendingLoss:
@@ -65,19 +87,22 @@ class InputForm:
         room: dict[int, int],  # size of tensors with an element per lookup, by place in the batch
         facts: tuple[Any, ...],  # what else launches depend on
         engines: tuple[type, ...] = (),  # as `engines_of` returns them
+        counted: frozenset[int] = frozenset(),
     ) -> None:
-        self.tensors, self.room = tensors, room
+        """`counted`: places in `room` of which a graph must know the sizes."""
+        self.tensors, self.room, self.counted = tensors, room, counted
         shapes = tuple(
-            ((room[place],) if place in room else tensor.shape, tensor.dtype)
+            (("room", room[place]) if place in room else tensor.shape, tensor.dtype)
             for place, tensor in enumerate(tensors)
         )
-        self.key = shapes, facts, engines
+        self.key = shapes, (*facts, *sorted(counted)), engines
 
     @staticmethod
     def facts_of(work: Any) -> Any:
         """Return what launches of a jagged batch depend on, beside the shapes of its tensors."""
-        spans = None if work.group.planning.is_pooled else work.spans
-        return work.batch.keys, work.size, spans
+        calls = work.batch.calls
+        has_room = work.batch.varies if calls else work.group.planning.is_pooled
+        return work.batch.keys, work.size, None if has_room else work.spans, calls
 
 
 class StaticInput:
@@ -86,7 +111,9 @@ class StaticInput:
     def __init__(self, key: Any, number: int, batch: Any, trained: Mark) -> None:
         self.key, self.number, self.batch, self.trained = key, number, batch, trained
         self.tensors = tensors_in(batch)
+        self._device = self.tensors[0].device
         self.taken: dict[int, int] = {}  # lookups in tensors with an element per lookup, by place
+        self._counts: dict[int, Tensor] = {}  # some of these, on the device
         self.handed: Any = None  # the batch as it was yielded
         self.shown: list[Tensor] = []  # its tensors
         self.planned: PlannedBatches = ()
@@ -95,6 +122,17 @@ class StaticInput:
         self.graphs: dict[Any, Any] = {}
         self.loss = torch.zeros((), pin_memory=self.tensors[0].is_cuda)
         self.pending_loss: PendingLoss | None = None
+
+    @property
+    def needs_try(self) -> bool:
+        """Whether a graph launches something else than an eager step does."""
+        return bool(self.taken) or any(planned.batch.calls for _, planned in self.planned)
+
+    @property
+    def constants(self) -> list[Tensor]:
+        """What graphs read of other batches' memory."""
+        joined = [x.features for _, x in self.planned if isinstance(x.features, JoinedCalls)]
+        return [tensor for features in joined for tensor in features.constants]
 
     def can_be_replayed(self, batch: Any) -> bool:
         """Whether the batch is unchanged, its rows are in place, and one update follows.
@@ -133,6 +171,10 @@ class StaticInput:
             if size < before:
                 memory[size:before].zero_()
             self.taken[place] = size
+        for place in form.counted:
+            if place not in self._counts:
+                self._counts[place] = torch.zeros(1, dtype=torch.int64, device=self._device)
+            self._counts[place].fill_(form.tensors[place].numel())
         # Without padding. A new object each time: an old batch differs from the one that
         # replaced it.
         places = count()
@@ -156,10 +198,18 @@ class StaticInput:
         """Inside, collections look up the batch with its padding, and works compute what they keep
         of it by launches that are the same for all batches of the shape."""
         padded = {self.tensors[place].data_ptr(): self.tensors[place] for place in self.taken}
+        counted = {
+            self.tensors[place].data_ptr(): (self.tensors[place], count)
+            for place, count in self._counts.items()
+        }
         longer = []
         works = works_of(self.planned)
         for collection, planned in self.planned:
-            features = map_tensors(planned.features, lambda x: padded.get(x.data_ptr(), x))
+            features: Any = planned.features
+            if isinstance(features, JoinedCalls):
+                features = features.padded(counted)
+            else:
+                features = map_tensors(features, lambda x: padded.get(x.data_ptr(), x))
             collection.pipeline.done_with(planned)
             longer.append(collection.pipeline.upload(planned, features))
             collection.pipeline.arrive(longer[-1])
@@ -191,7 +241,7 @@ class InputShape:
 
     def can_split(self, first: int, static: StaticInput) -> bool:
         """Whether a step in two parts can be captured: not of jagged ids, nor at its first try."""
-        if static.taken:
+        if static.needs_try:
             return False
         is_known = first in self.splits
         self.splits.add(first)

@@ -31,11 +31,10 @@ class DeviceWork(DeferredWork):
         self.confirmed = False
         self.berth: int | None = None  # the plan's buffers are to be the same for each
         self.gives_back: Any = None  # those, when the plan has gone
-        self.is_fixed = False  # launches are to be the same for all batches of one shape
         self.spans = () if batch.offsets is None else spans_of(batch, group.layout)
         # Of the plan: padding fills it up, so that plans of other batches are launched alike.
         self.size = self.num_lookups
-        if batch.offsets is not None and group.planning.is_pooled:
+        if batch.offsets is not None and (group.planning.is_pooled or batch.varies):
             self.size = group.planning.room(self.size)
 
     @property
