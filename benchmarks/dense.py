@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hotrow.models import DCNv2
+
 BOTTOM, TOP = (512, 256), (1024, 1024, 512, 256)
 PAD_TO = 64
 PAD_VECTORS_TO = 32
@@ -64,6 +66,31 @@ class DenseModule(nn.Module):
         # One output is no work for a matrix unit.
         logits = (hidden.float() * self.out.weight.float()).sum(dim=1) + self.out.bias.float()
         return logits
+
+
+class CrossModule(nn.Module):
+    """The same face for the dense part of MLPerf's DLRM-DCNv2, which `hotrow.models` has."""
+
+    def __init__(self, num_dense: int, num_features: int, dim: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        width, bottom = num_features * dim, (*BOTTOM, dim)
+        self.model = DCNv2(
+            nn.Identity(), num_dense, bottom, embedding_width=width, generator=generator,
+            pad_to=PAD_TO,
+        )  # fmt: skip
+        self.to(torch.bfloat16)
+
+    def forward(self, dense: Tensor, vectors: Tensor) -> Tensor:
+        return self.model.score(dense.bfloat16(), vectors.bfloat16()).float()
+
+
+def dense_module(
+    model: str, num_dense: int, num_features: int, dim: int, options: DenseOptions
+) -> nn.Module:
+    if model == "dcnv2":
+        return CrossModule(num_dense, num_features, dim)
+    return DenseModule(num_dense, num_features, dim, interaction=options.interaction)
 
 
 def _mlp(widths: Sequence[int], generator: torch.Generator) -> nn.Sequential:
@@ -203,10 +230,9 @@ class Dense:
         *,
         device: torch.device,
         options: DenseOptions,
+        model: str = "dlrm",
     ) -> None:
-        self.module = DenseModule(num_dense, num_features, dim, interaction=options.interaction).to(
-            device
-        )
+        self.module = dense_module(model, num_dense, num_features, dim, options).to(device)
         self.optimizer = dense_optimizer(self.module, options)
         self._loss = (
             torch.compile(self._forward, dynamic=False) if options.compile else self._forward

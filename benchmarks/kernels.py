@@ -131,7 +131,8 @@ def plan(shape: Shape) -> Case:
     """A whole plan, sort included, of one new batch after another, from empty slots on."""
     from hotrow.engine.evict import EVICTIONS
     from hotrow.engine.gpu.plan_buffers import PlanBuffers
-    from hotrow.engine.gpu.planner import DevicePlanner, DeviceScratchpad
+    from hotrow.engine.gpu.planner import DevicePlanner
+    from hotrow.engine.gpu.scratchpad import DeviceScratchpad
     from hotrow.engine.rules import Hold
     from hotrow.support.streams import lanes_of
 

@@ -56,18 +56,26 @@ class Setting:
     rows: tuple[int, ...]
     dim: int = 64
     batch: int = 8192
-    hotness: int = 1  # ids per sample and table
+    hotness: int | tuple[int, ...] = 1  # ids per sample and table, or for each table
     skew: float = 1.05
     budget: float = 0.05  # of the bytes of all rows with their state
     optimizer: str = "sgd"
     output: str = "bfloat16"
-    has_dense: bool = True  # a DLRM's dense part follows, else gradients are given
+    has_dense: bool = True  # a dense part follows, else gradients are given
+    model: str = "dlrm"  # or "dcnv2"
     least_warmup: int = 400  # steps of systems with a cache, even if it is full earlier
     tail: int = 320  # batches after the timed ones, so that looking ahead never meets the end
 
     @property
+    def hot(self) -> tuple[int, ...]:
+        """Ids per sample, by table."""
+        each = self.hotness
+        return (each,) * len(self.rows) if isinstance(each, int) else each
+
+    @property
     def state_width(self) -> int:
-        return {"sgd": 0, "rowwise-adagrad": 1, "adam": 2 * self.dim}[self.optimizer]
+        widths = {"sgd": 0, "rowwise-adagrad": 1, "adagrad": self.dim, "adam": 2 * self.dim}
+        return widths[self.optimizer]
 
     @property
     def total_bytes(self) -> int:
@@ -80,7 +88,7 @@ class Setting:
     @property
     def warmup(self) -> int:
         """Steps until caches are full, and no fewer than `least_warmup`."""
-        slots, draws = self.budget * sum(self.rows), self.batch * self.hotness
+        slots, draws = self.budget * sum(self.rows), self.batch * sum(self.hot) // len(self.hot)
         return max(self.least_warmup, steps_to_fill(slots, self.rows, self.skew, draws))
 
     @property
@@ -91,6 +99,7 @@ class Setting:
         """For a result's line: everything but the list of tables."""
         facts = asdict(self)
         facts["tables"], facts["rows"] = len(self.rows), sum(self.rows)
+        facts["lookups"] = self.batch * sum(self.hot)
         return facts | {"total_bytes": self.total_bytes, "budget_bytes": self.budget_bytes}
 
 
@@ -145,8 +154,9 @@ class Bench:
         started = time.perf_counter()
         s = self.setting
         dense = Dense(
-            s.batch, NUM_DENSE, len(s.rows), s.dim, device=self.device, options=self.options
-        )
+            s.batch, NUM_DENSE, len(s.rows), s.dim, device=self.device, options=self.options,
+            model=s.model,
+        )  # fmt: skip
         say(f"    dense part made in {time.perf_counter() - started:.1f} s")
         return dense
 
@@ -294,7 +304,7 @@ class Run:
     def seconds(self) -> float:
         """A rough guess, on the safe side: to know what fits into the minutes."""
         s, kind = self.setting, SYSTEMS[self.system]
-        lookups = s.batch * s.hotness * len(s.rows) / (8192 * 26)
+        lookups = s.batch * sum(s.hot) / (8192 * 26)
         start = 5 + STORE_SECONDS * s.total_bytes / GIB * kind.has_store
         return start + self.steps * kind.target_ms / 1000 * max(0.5, lookups)
 

@@ -15,6 +15,7 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from hostmem import HostMemory
 from numpy.typing import NDArray
 from torch import Tensor
@@ -31,7 +32,7 @@ DENSE_BATCHES = 320  # of other inputs than ids; more than are held at once, as 
 
 
 class Trace:
-    """`steps` batches of `batch` samples with `hotness` ids per feature.
+    """`steps` batches of `batch` samples with `hotness` ids per feature, or as many for each.
 
     `table_of` says which table each feature reads; by default there is one feature per table.
     """
@@ -43,24 +44,27 @@ class Trace:
         steps: int,
         batch: int,
         skew: float,
-        hotness: int = 1,
+        hotness: int | Sequence[int] = 1,
         table_of: Sequence[int] | None = None,
         seed: int = 0,
         lock: bool,
     ) -> None:
         table_of = range(len(rows)) if table_of is None else table_of
         self.rows, self.num_features = tuple(rows), len(table_of)
-        self.steps, self.hotness = steps, hotness
+        hot = [hotness] * len(table_of) if isinstance(hotness, int) else hotness
+        self.steps, self.is_dense = steps, hotness == 1
         # Sample by sample where it can be a dense input, else feature by feature.
-        shape = (batch, len(table_of)) if hotness == 1 else (len(table_of), batch * hotness)
-        self._memory = HostMemory(8 * steps * batch * len(table_of) * hotness)
+        self._counts = [batch * count for count in hot]
+        shape = (batch, len(hot)) if self.is_dense else (sum(self._counts),)
+        self._memory = HostMemory(8 * steps * sum(self._counts))
         self.ids = self._memory.tensor((steps, *shape), torch.int64)
-        columns = self.ids.unbind(2 if hotness == 1 else 1)  # [steps, batch * hotness] each
+        columns = self.ids.unbind(2) if self.is_dense else self.ids.split(self._counts, 1)
         draw(columns, [rows[table] for table in table_of], table_of, skew=skew, seed=seed)
         generator = torch.Generator().manual_seed(seed)
         self.dense = torch.randn(DENSE_BATCHES, batch, NUM_DENSE, generator=generator)
         self.label = (torch.rand(DENSE_BATCHES, batch, generator=generator) < 0.25).float()
-        self.offsets = hotness * torch.arange(len(table_of) * batch + 1)
+        lengths = torch.tensor(hot).repeat_interleave(batch)
+        self.offsets = F.pad(lengths.cumsum(0), (1, 0))
         if lock:
             self._memory.lock()
             self.dense, self.label = self.dense.pin_memory(), self.label.pin_memory()
@@ -75,15 +79,18 @@ class Trace:
             )
 
     def _sparse(self, ids: Tensor) -> Tensor | KeyedJaggedTensor:
-        if self.hotness == 1:
+        if self.is_dense:
             return ids
-        keys = feature_names(self.num_features)
-        return KeyedJaggedTensor(keys, ids.view(-1), offsets=self.offsets)
+        return KeyedJaggedTensor(feature_names(self.num_features), ids, offsets=self.offsets)
+
+    def columns(self, step: int) -> Sequence[Tensor]:
+        """The ids of a batch, by feature."""
+        ids = self.ids[step]
+        return ids.unbind(1) if self.is_dense else ids.split(self._counts)
 
     def unique_rows(self, step: int) -> int:
         """Rows one batch reads, each counted once, where every feature has its own table."""
-        columns = self.ids[step].unbind(1 if self.hotness == 1 else 0)
-        return sum(len(column.unique()) for column in columns)
+        return sum(len(column.unique()) for column in self.columns(step))
 
     def close(self) -> None:
         self._memory.close()

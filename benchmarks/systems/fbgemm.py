@@ -48,8 +48,8 @@ class Fbgemm:
             self.embedding.split_embedding_weights(), setting.rows, strict=True
         ):
             weights.uniform_(-(num_rows**-0.5), num_rows**-0.5)
-        bags = len(setting.rows) * setting.batch
-        self.offsets = setting.hotness * torch.arange(bags + 1, device="cuda")
+        lengths = torch.tensor(setting.hot, device="cuda").repeat_interleave(setting.batch)
+        self.offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         self.side = torch.cuda.Stream()
         torch.cuda.synchronize()
 
@@ -67,6 +67,7 @@ class Fbgemm:
         optimizers = {
             "sgd": EmbOptimType.EXACT_SGD,
             "rowwise-adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            "adagrad": EmbOptimType.EXACT_ADAGRAD,
             "adam": EmbOptimType.ADAM,
         }
         outputs = {torch.bfloat16: SparseType.BF16, torch.float32: SparseType.FP32}

@@ -77,7 +77,7 @@ class Hybrid(Hotrow):
     def _unique_ids(self, step: int) -> Tensor:
         """The rows of one batch, as the store numbers them."""
         trace, layout = self.bench.trace, self.embedding.groups[0].layout
-        columns = trace.ids[step].unbind(1 if trace.hotness == 1 else 0)
+        columns = trace.columns(step)
         bases = [layout.bases[feature.table] for feature in layout.features]
         parts = zip(columns, bases, strict=True)
         return torch.cat([column.unique() + base for column, base in parts])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from dense import DenseModule, dense_optimizer
+from dense import dense_module, dense_optimizer
 from torch import Tensor, nn
 from traces import NUM_DENSE, feature_names, hottest_rows, share_of_lookups
 
@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from suite import Bench
 
 LR = 0.01
-RULES = {"sgd": hotrow.SGD, "rowwise-adagrad": hotrow.RowWiseAdagrad, "adam": hotrow.Adam}
+RULES = {
+    "sgd": hotrow.SGD,
+    "rowwise-adagrad": hotrow.RowWiseAdagrad,
+    "adagrad": hotrow.Adagrad,
+    "adam": hotrow.Adam,
+}
 
 
 def collection(
@@ -81,9 +86,9 @@ def trainer(
 
 
 class Clicks(nn.Module):
-    """The DLRM: an embedding and the dense part that every system trains."""
+    """An embedding and the dense part that every system trains."""
 
-    def __init__(self, embedding: nn.Module, dense: DenseModule) -> None:
+    def __init__(self, embedding: nn.Module, dense: nn.Module) -> None:
         super().__init__()
         self.embedding, self.dense = embedding, dense
 
@@ -146,9 +151,8 @@ class Hotrow:
             group.expect_changes()  # so that every row has to be read
         optimizer: torch.optim.Optimizer | None = None
         if setting.has_dense:
-            dense = DenseModule(
-                NUM_DENSE, len(setting.rows), setting.dim, interaction=options.interaction
-            ).to(device)
+            count = len(setting.rows)
+            dense = dense_module(setting.model, NUM_DENSE, count, setting.dim, options).to(device)
             model: nn.Module = Clicks(self.embedding, dense)
             optimizer, loss = dense_optimizer(dense, options), F.binary_cross_entropy_with_logits
         else:
@@ -167,9 +171,9 @@ class Hotrow:
             graphs=options.graphs,
         )
         self.trainer = self.trainer_with(system=system)
-        if setting.hotness > 1:  # else the first batch tells as much
+        if setting.hotness != 1:  # else the first batch tells as much
             names = feature_names(len(setting.rows))
-            self.embedding.reserve(setting.batch, dict.fromkeys(names, setting.hotness))
+            self.embedding.reserve(setting.batch, dict(zip(names, setting.hot, strict=True)))
 
     def steps(self, batches: Iterable[ClickBatch]) -> Generator[None, None, None]:
         records = self.trainer.run(batches)
