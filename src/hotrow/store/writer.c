@@ -6,6 +6,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 enum { JOBS = 64, PART = 1024, AHEAD = 16, LINE = 64 };
 
@@ -36,7 +39,42 @@ static inline int64_t id_at(const Job *job, uint64_t i) {
     return job->is_wide ? ((const int64_t *)job->ids)[i] : ((const int32_t *)job->ids)[i];
 }
 
+#ifdef __SSE2__
+// Past the caches: a row that is overwritten as a whole need not be read first.
+static int can_stream(const Job *job) {
+    return !job->reads && job->row_bytes % LINE == 0 && (uintptr_t)job->store % LINE == 0;
+}
+
+static void stream(char *there, const char *here, uint64_t bytes) {
+    __m128i *to = (__m128i *)there;
+    const __m128i *from = (const __m128i *)here;
+    for (uint64_t i = 0; i < bytes / sizeof(__m128i); i++)
+        _mm_stream_si128(to + i, _mm_loadu_si128(from + i));
+}
+
+static void end_stream(void) { _mm_sfence(); }
+#else
+static int can_stream(const Job *job) { return 0; }
+static void stream(char *there, const char *here, uint64_t bytes) {}
+static void end_stream(void) {}
+#endif
+
+static int64_t stream_part(const Job *job, uint64_t first, uint64_t last) {
+    int64_t bad = -1;
+    for (uint64_t i = first; i < last; i++) {
+        int64_t id = id_at(job, i);
+        if ((uint64_t)id < job->num_rows)
+            stream(job->store + (uint64_t)id * job->row_bytes, job->rows + i * job->row_bytes,
+                   job->row_bytes);
+        else if (id != -1)
+            bad = id;
+    }
+    end_stream();
+    return bad;
+}
+
 static int64_t move_part(const Job *job, uint64_t first, uint64_t last) {
+    if (can_stream(job)) return stream_part(job, first, last);
     int64_t bad = -1;
     for (uint64_t i = first; i < last; i++) {
         if (i + AHEAD < last && (uint64_t)id_at(job, i + AHEAD) < job->num_rows) {

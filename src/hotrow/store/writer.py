@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_MOST_THREADS = 3  # and a quarter of the cores at the most: others load data and launch
+_MOST_THREADS = 8  # and half of the cores at the most: others load data and launch
 _SOURCE = Path(__file__).with_name("writer.c")
 _FLAGS = ("-O3", "-shared", "-fPIC", "-pthread")
 _SECONDS = 60
@@ -32,7 +32,7 @@ class Writer:
 
     def __init__(self, threads: int | None = None) -> None:
         if threads is None:
-            threads = max(1, min(_MOST_THREADS, torch.get_num_threads() // 4))
+            threads = max(1, min(_MOST_THREADS, torch.get_num_threads() // 2))
         code = _code()
         self._code = code
         self._writer = code.hotrow_begin(threads)
@@ -77,6 +77,10 @@ class Writer:
         )  # fmt: skip
         self._kept[number] = (store, ids, rows)
         return number
+
+    def is_done(self, number: int) -> bool:
+        """Return whether a job and all before it are done; does not wait."""
+        return os.getpid() != self.owner or int(self._code.hotrow_finished(self._writer)) >= number
 
     def wait(self, number: int) -> None:
         """Wait until a job and all before it are done."""
