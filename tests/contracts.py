@@ -71,6 +71,9 @@ class LateWriter:
         self.asked.append((store, ids, rows))
         return len(self.asked)
 
+    def is_done(self, number: int) -> bool:
+        return self.done >= number
+
     def wait(self, number: int) -> None:
         while self.done < number:
             store, ids, rows = self.asked[self.done]

@@ -155,10 +155,7 @@ ON_A_DEVICE = [
 
 @pytest.mark.usefixtures("device_engine")
 @pytest.mark.parametrize(("strategy", "fill"), ON_A_DEVICE)
-def test_rows_on_a_device_are_those_of_the_begin(
-    strategy: str, fill: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hotrow.engine.gpu.bulk._PACKETS_IN_LOAD", 1)
+def test_rows_on_a_device_are_those_of_the_begin(strategy: str, fill: str, tmp_path: Path) -> None:
     # So few slots that rows leave, and so few in a packet that they go back, while it is saved.
     shares = (
         hotrow.Share(64, 128, True, 16 if fill == "bulk" else 0),

@@ -151,7 +151,7 @@ def test_a_plan_that_failed_is_no_mistake_while_it_is_not_confirmed() -> None:
 
 
 def test_more_slots_than_can_be_numbered_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.engine.gpu.planner, "_MOST_SLOTS", 49)
+    monkeypatch.setattr("hotrow.engine.gpu.scratchpad._MOST_SLOTS", 49)
     with pytest.raises(ValueError, match="60 rows of one width are to be in fast memory at once"):
         hotrow.EmbeddingBagCollection(
             TABLES[:1], hotrow.SGD(lr=0.1), strategy="all-fast", device=DEVICE, engine=gpu_rows

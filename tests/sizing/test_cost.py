@@ -83,12 +83,11 @@ def test_the_longest_part_is_the_limit(strategy: str, fast: float, wanted: objec
 
 def test_a_fill_has_the_form_that_a_collection_would_choose() -> None:
     lookahead = STRATEGIES["lookahead"]
-    assert form_of(H200, lookahead, 256) == "bulk"
-    slow = replace(H200, forms={**H200.forms, "bulk": [(256, 5.0)]})
-    assert form_of(slow, lookahead, 256) == "zero-copy"
-    assert form_of(H200, STRATEGIES["lru"], 256) == "zero-copy"
-    assert form_of(H200, STRATEGIES["scratchpipe"], 256) == "staged"
-    assert form_of(H200, STRATEGIES["hybrid"], 256) == ""
+    assert form_of(H200, lookahead) == "bulk"
+    assert form_of(replace(H200, forms={}), lookahead) == "zero-copy"
+    assert form_of(H200, STRATEGIES["lru"]) == "zero-copy"
+    assert form_of(H200, STRATEGIES["scratchpipe"]) == "staged"
+    assert form_of(H200, STRATEGIES["hybrid"]) == ""
 
 
 def test_all_fast_is_the_dense_part_and_rows_in_fast_memory() -> None:

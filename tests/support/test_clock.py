@@ -49,7 +49,7 @@ def test_what_a_device_waited_reaches_the_clock() -> None:
         def __init__(self) -> None:
             self.mover = self
 
-        def note_wait(self, share: float) -> None:
+        def note_wait(self, share: float, step: float) -> None:
             noted.append(share)
 
     clock, noted = Clock(), list[float]()

@@ -58,8 +58,11 @@ class NoMoves:
     def forget_window(self) -> None:
         """Other batches come than those that were known."""
 
-    def note_wait(self, share: float) -> None:
-        """Training has waited for rows, for this part of a step."""
+    def rehearse(self, buffers: Any) -> None:
+        """Launch what a fill may launch, for a plan that moves nothing."""
+
+    def note_wait(self, share: float, step: float) -> None:
+        """Training has waited for rows, for this part of a step of so many seconds."""
 
 
 class CopyMover(NoMoves):

@@ -120,7 +120,7 @@ class Pace:
                 share = min(max(rows.since(waits_from), 0.0) / step, 1.0)
                 self._clock.note_wait(share)
                 for group in groups:
-                    group.mover.note_wait(share)
+                    group.mover.note_wait(share, step)
 
 
 def run(

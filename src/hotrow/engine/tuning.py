@@ -17,11 +17,13 @@ class Tuning:
     ranked_in_no_time: int = 1 << 16  # slots and known rows
     ranked_per_row: int = 16  # and for every row planned since the last ranking so many more
     spare_victims: int = 1024  # more than seem to be needed
+    sorted_from: int = 1 << 14  # rows that leave with a batch, to sort them
     tombstone_part: int = 10  # at that part of its places, a GPU's map is made anew
 
     # Movers
     most_packed: int = 1 << 16  # rows of a packet, where the budget does not say it
-    least_certain: int = 32  # batches for which leaving rows can be kept before they go back
+    # Batches for which leaving rows can be kept before they go back, for each batch in a packet.
+    least_certain: int = 3
 
     # Room for plans
     small_budget: int = 256 << 20  # is for trying things out: slots are kept, plans come on top

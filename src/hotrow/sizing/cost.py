@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hotrow.engine.gpu.fill_forms import by_rates
 from hotrow.engine.strategy import Strategy
 from hotrow.sizing.machines import Machine, at
 
@@ -75,7 +74,7 @@ def dense_ms(machine: Machine, flops: float) -> float:
     return flops / (machine.dense_tflops * 1e12) * _MS
 
 
-def form_of(machine: Machine, strategy: Strategy, row_bytes: int) -> str:
+def form_of(machine: Machine, strategy: Strategy) -> str:
     """Return how rows move, as a collection chooses it when it is built."""
     if not machine.is_gpu or not strategy.has_slots:
         return ""
@@ -83,8 +82,7 @@ def form_of(machine: Machine, strategy: Strategy, row_bytes: int) -> str:
         return "staged"
     if not strategy.overlapped:
         return "zero-copy"
-    rates = {form: at(points, row_bytes) for form, points in machine.forms.items()}
-    return by_rates(rates).form if rates else "zero-copy"
+    return "bulk" if "bulk" in machine.forms else "zero-copy"
 
 
 def step_time(
@@ -104,7 +102,7 @@ def step_time(
     if strategy.on_host:
         return _on_host(machine, strategy, work, all_fast_ms)
     if form == "auto" or not machine.is_gpu:
-        form = form_of(machine, strategy, work.row_bytes)
+        form = form_of(machine, strategy)
     moving = _moving_ms(machine, work, form)
     if machine.is_gpu and strategy.overlapped:
         return _beside(machine, work, all_fast_ms, plan, moving, form)

@@ -246,7 +246,7 @@ def _forms(device: torch.device) -> tuple[dict[str, Points], float]:
     """Million moves per second of each form that has enough cores, and the GiB that rows were
     spread over; none without page-locked memory or Triton."""
     try:
-        from hotrow.engine.gpu.mover_choice import choose
+        from hotrow.sizing.fill_rates import fill_rates
         from hotrow.store.pinned import locked_rows
     except ImportError:
         return {}, 0.0
@@ -255,6 +255,6 @@ def _forms(device: torch.device) -> tuple[dict[str, Points], float]:
     locked = locked_rows(size // (4 * width), width)
     if not locked.locked:
         return {}, 0.0
-    rates = choose(Store(locked.rows), device, lanes_of(device), bulk=True).moves_per_second
+    measured = fill_rates(Store(locked.rows), device, lanes_of(device))
     locked.close()
-    return {name: ((4.0 * width, rate / 1e6),) for name, rate in rates.items()}, size / _GIB
+    return {name: ((4.0 * width, rate / 1e6),) for name, rate in measured.items()}, size / _GIB

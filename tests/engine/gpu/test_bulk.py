@@ -33,6 +33,7 @@ from contracts import DEVICE, LateWriter, by_gpu, looking_ahead
 from hotrow.engine.gpu.mover_choice import LEVELS, Effort, Level
 from hotrow.engine.strategy import Strategy
 from hotrow.engine.tuning import Tuning
+from hotrow.kernels.triton.fill import ALL
 from hotrow.kernels.triton.words import LAST_USE
 from hotrow.store.writer import Writer
 
@@ -161,6 +162,54 @@ def test_rows_of_several_batches_go_together() -> None:
     back._send = noted
     train(embedding, ONE_HOT.batches(steps), depth=6)
     assert 0 < len(sent) < steps - 5  # batches that evict
+
+
+class Busy(LateWriter):
+    """Has written a job when it is asked for the third time, or waited for."""
+
+    def is_done(self, number: int) -> bool:
+        if self.asked_for.setdefault(number, 0) < 2:
+            self.asked_for[number] += 1
+            return False
+        self.wait(number)
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked_for: dict[int, int] = {}
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("case", ["one-hot", "two-widths"])
+@pytest.mark.parametrize("writer", [LateWriter, Busy])
+@pytest.mark.parametrize("waits", [False, True])
+def test_rows_of_a_batch_leave_in_several_packets(
+    case: str, writer: type[LateWriter], waits: bool
+) -> None:
+    """Some of them written by the device, while the CPU has no time."""
+    late, tuning = writer(), Tuning(least_certain=0, most_packed=3, sorted_from=1)
+    embedding = tight(case, "adam", "random", writer=late, tuning=tuning)
+    parts = dict.fromkeys(["packed", "written"], 0)
+    for group in embedding.groups:
+        mover = group.mover
+        mover._waits = waits
+        launch, pack = mover._launch_fill, mover.back.pack
+
+        def fill(b: Any, leaving: Any, blocks: int, span: Any = ALL, launch: Any = launch) -> None:
+            parts["written"] += leaving is not None and span is not ALL
+            launch(b, leaving, blocks, span)
+
+        def packed(*given: Any, pack: Any = pack) -> None:
+            parts["packed"] += 1
+            pack(*given)
+
+        mover._launch_fill, mover.back.pack = fill, packed
+    found = train(embedding, CASES[case].batches(STEPS), depth=3)
+    assert found.same_bits(all_fast(case, "adam"))
+    assert parts["packed"] > STEPS
+    assert bool(parts["written"]) == (writer is Busy and not waits)
+    assert late.done
+    embedding.check()
 
 
 def test_a_batch_that_did_not_wait_would_read_old_bits() -> None:

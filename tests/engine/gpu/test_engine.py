@@ -32,7 +32,8 @@ from builders import (
     variant,
 )
 from contracts import DEVICE, ENGINES, GpuEngine, assert_like, by_gpu, on_device
-from hotrow.engine.gpu import planner
+from hotrow.engine.gpu import scratchpad
+from hotrow.engine.gpu.planning import DevicePlanning
 from hotrow.engine.rules import PINNED
 from hotrow.engine.stages import FUSED
 from hotrow.engine.tuning import Tuning
@@ -168,7 +169,7 @@ def test_the_width_that_gains_least_says_how_far_to_look_ahead() -> None:
     embedding.reserve(8)
     for group, missing in zip(embedding.groups, (1, 16), strict=True):
         group.planner.note_missing(10 * missing)
-    assert embedding.pipeline.useful_depth() == 2 + 64 // 16
+    assert embedding.pipeline.useful_depth() == 2 + 3 * 64 // (2 * 16)
 
 
 def test_a_larger_batch_makes_the_window_shorter_and_training_goes_on() -> None:
@@ -206,7 +207,7 @@ def test_ids_of_a_batch_in_chunks_that_are_changed_are_looked_up_anew() -> None:
 def test_ids_of_64_bits_give_the_same_bits(fill: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store is also brought up to date while batches are in flight, as a checkpoint does."""
     expected = all_fast("one-hot", "adagrad")
-    monkeypatch.setattr(planner, "id_type_of", lambda num_rows: torch.int64)
+    monkeypatch.setattr(scratchpad, "id_type_of", lambda num_rows: torch.int64)
     batches, hold = ONE_HOT.batches(STEPS), variant("lookahead", victims="random").hold
     options = {"budget": tight_budget(ONE_HOT, batches, hold), "fill": fill, **by_gpu()}
     embedding = build(ONE_HOT, "adagrad", variant("lookahead", victims="random"), **options)
@@ -298,3 +299,36 @@ def test_the_engines_of_the_contract_suite_are_what_they_say() -> None:
         (group,) = embedding.groups
         assert group.memory.host.is_locked == (name != "not-locked")
         assert group.device == DEVICE
+
+
+@pytest.mark.parametrize(
+    ("name", "fill", "case"),
+    [
+        ("lookahead", "bulk", "two-widths"),
+        ("lookahead", "staged", "multi-hot"),
+        ("scratchpipe", "auto", "one-hot"),
+        ("static", "zero-copy", "one-hot"),
+    ],
+)
+def test_what_is_launched_to_be_compiled_changes_nothing(
+    name: str, fill: str, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rehearsed, rehearse = [], DevicePlanning.rehearse
+
+    def noted(self: DevicePlanning, mover: Any, announce: Any) -> None:
+        rehearsed.append(mover)
+        rehearse(self, mover, announce)
+        self.check()
+
+    found = []
+    for rehearses_on in (DEVICE.type, "no device"):
+        monkeypatch.setattr(DevicePlanning, "rehearses_on", (rehearses_on,))
+        monkeypatch.setattr(DevicePlanning, "rehearse", noted)
+        strategy = variant(name)
+        budget = tight_budget(CASES[case], CASES[case].batches(8), strategy.hold)
+        options = {"budget": budget, "fill": fill, **by_gpu()}
+        embedding = build(CASES[case], "adam", strategy, **options)
+        found.append((train(embedding, CASES[case].batches(8), depth=3), embedding.traffic()))
+        assert len(rehearsed) == len(embedding.groups)
+    assert found[0][0].same_bits(found[1][0])
+    assert found[0][1] == found[1][1]

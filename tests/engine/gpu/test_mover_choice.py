@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,35 +13,67 @@ from hotrow.engine.gpu import mover_choice as fills
 from hotrow.engine.gpu.mover_choice import FULL, LEVELS, Effort
 from hotrow.engine.schedule import Pace
 
-
-def noted(effort: Effort, waited: float, looks: int) -> int:
-    for _ in range(looks):
-        effort.note(waited)
-    return effort.number
-
-
-# A level at first, and then: how much of a step waits for rows, in how many looks, and the level.
 LOOKS, PATIENCE = fills._LOOKS, fills._PATIENCE
-EFFORTS: dict[str, tuple[int, list[tuple[float, int, int]]]] = {
-    # One slow step says nothing, and there is no more than all.
-    "grows": (0, [(0.6, LOOKS - 1, 0), (0.6, 1, 1), (0.6, 10 * LOOKS, FULL)]),
-    "not for a short wait": (0, [(0.2, 1000, 0)]),
-    "shrinks": (1, [(0.0, PATIENCE - 1, 1), (0.0, 1, 0)]),
-    "stays twice as long when it had to grow again": (
-        1,
-        [(0.0, PATIENCE, 0), (0.6, LOOKS, 1), (0.0, 2 * PATIENCE - 1, 1), (0.0, 1, 0)],
-    ),
-    "stays where waits are in between": (1, [(0.0, PATIENCE // 2, 1), (0.2, LOOKS, 1)] * 20),
-    "all where nothing runs beside it": (FULL, [(0.0, 1000, FULL)]),
-}
+Steps = Callable[
+    [int, int], tuple[float, float]
+]  # of a level and a look: its wait, and its seconds
 
 
-@pytest.mark.parametrize(("start", "looks"), EFFORTS.values(), ids=EFFORTS)
-def test_a_fill_gets_more_while_training_waits_for_it(start: int, looks: Any) -> None:
-    effort = Effort(start, is_fixed=start == FULL)
-    for waited, count, level in looks:
-        assert noted(effort, waited, count) == level
-        assert effort.level == LEVELS[level]
+def levels(effort: Effort, looks: int, steps: Steps) -> list[int]:
+    """The level of each look."""
+    found = []
+    for look in range(looks):
+        found.append(effort.number)
+        effort.note(*steps(effort.number, look))
+    return found
+
+
+def test_a_fill_gets_more_while_training_waits_for_it() -> None:
+    assert levels(Effort(), 3 * LOOKS, lambda level, look: (0.6, 1.0)) == (
+        [0] * LOOKS + [1] * LOOKS + [2] * LOOKS
+    )
+    # One slow step says nothing.
+    once = levels(Effort(), LOOKS * 3, lambda level, look: (0.6 if look == 2 else 0.0, 1.0))
+    assert once == [0] * (3 * LOOKS)
+
+
+@pytest.mark.parametrize("best", range(len(LEVELS)))
+def test_the_level_with_the_shortest_steps_is_found_and_kept(best: int) -> None:
+    def steps(level: int, look: int) -> tuple[float, float]:
+        return (0.1 if level < best else 0.0), 1.0 + 0.1 * abs(level - best)
+
+    for start in range(len(LEVELS)):
+        found = levels(Effort(start), 8000, steps)
+        assert found[400:].count(best) > 0.97 * len(found[400:])
+        assert found[4000:].count(best) > 0.98 * len(found[4000:])  # others are tried less often
+
+
+def test_the_first_look_with_another_level_does_not_count() -> None:
+    before: list[int] = []
+
+    def steps(level: int, look: int) -> tuple[float, float]:
+        is_first = bool(before) and before[-1] != level
+        before.append(level)
+        return 0.0, 100.0 if is_first else 1.0 + 0.1 * level
+
+    effort = Effort(1)
+    levels(effort, PATIENCE + 2 * LOOKS, steps)
+    assert effort.number == 0
+
+
+def test_a_fill_that_moves_much_begins_with_more() -> None:
+    for num_bytes, number in ((1 << 20, 0), (60 << 20, FULL - 2), (200 << 20, FULL - 1)):
+        effort = Effort()
+        effort.begin(num_bytes)
+        effort.begin(1 << 40)  # only the first one says so
+        assert effort.number == number
+        assert effort.level == LEVELS[number]
+
+
+def test_a_fill_gets_all_where_nothing_runs_beside_it() -> None:
+    effort = Effort(FULL, is_fixed=True)
+    effort.begin(1 << 40)
+    assert set(levels(effort, 1000, lambda level, look: (0.0, 1.0))) == {FULL}
 
 
 # -- who looks -----------------------------------------------------------------------------
@@ -67,10 +100,11 @@ class Group:
     """A group that is its own mover."""
 
     def __init__(self) -> None:
-        self.mover, self.waits = self, list[float]()
+        self.mover, self.waits, self.steps = self, list[float](), list[float]()
 
-    def note_wait(self, share: float) -> None:
+    def note_wait(self, share: float, step: float) -> None:
         self.waits.append(share)
+        self.steps.append(step)
 
 
 def looked_at(
@@ -93,6 +127,7 @@ def test_a_wait_lasts_from_the_end_of_the_step_before_until_rows_are_there(
     group = Group()
     looked_at(group, Pace(), At(10.0), At(rows_at), At(14.0))
     assert group.waits == [share]  # once, though it has two works
+    assert group.steps == [4.0]
 
 
 def test_what_has_not_passed_is_read_later() -> None:

@@ -19,7 +19,8 @@ from builders import skewed
 from hotrow.engine.evict import EVICTIONS, SlotFacts
 from hotrow.engine.gpu import planner as device_planner
 from hotrow.engine.gpu.plan_buffers import PlanBuffers
-from hotrow.engine.gpu.planner import DevicePlan, DevicePlanner, DeviceScratchpad, Expected
+from hotrow.engine.gpu.planner import DevicePlan, DevicePlanner, Expected
+from hotrow.engine.gpu.scratchpad import DeviceScratchpad
 from hotrow.engine.planner import Planner
 from hotrow.engine.rules import PINNED, Hold, Pins
 from hotrow.engine.scratchpad import Scratchpad

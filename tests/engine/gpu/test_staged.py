@@ -24,14 +24,14 @@ import contracts
 import hotrow
 from builders import CASES, Late, LateJob, Outcome, build, shuffled, tight_budget, train, variant
 from contracts import DEVICE, by_gpu
-from hotrow.engine.gpu.fill_forms import CLEARLY, NEARLY, FillChoice, by_rates
 from hotrow.engine.gpu.memory import _why_not_bulk
-from hotrow.engine.gpu.mover_choice import choose, measure
+from hotrow.engine.gpu.mover_choice import FillChoice, choose
 from hotrow.engine.gpu.staged import Worker, shared_worker
 from hotrow.engine.stages import FIVE, SPLIT, hold_of
 from hotrow.engine.strategy import Strategy, as_listed
 from hotrow.engine.tuning import Tuning
 from hotrow.kernels.triton import fill as kernels
+from hotrow.sizing.fill_rates import measure
 from hotrow.store.ram import Store
 from hotrow.support.streams import lanes_of
 
@@ -275,50 +275,19 @@ def test_what_is_asked_for_when_threads_have_ended_is_done_at_once() -> None:
 # -- the choice --------------------------------------------------------------------------
 
 
-def test_bulk_has_to_be_nearly_as_fast_as_zero_copy_and_staged_clearly_faster() -> None:
-    clearly, nearly = CLEARLY * 10e6, NEARLY * 10e6
-    rates = {"zero-copy": 10e6, "bulk": nearly - 1, "staged": clearly - 1}
-    assert by_rates(rates).form == "zero-copy"
-    assert by_rates({**rates, "bulk": nearly}).form == "bulk"
-    assert by_rates({**rates, "bulk": nearly, "staged": clearly}).form == "bulk"
-    chosen = by_rates({**rates, "staged": clearly})
-    assert chosen.form == "staged"
-    assert str(chosen) == (
-        "staged (2.5 times as fast, or more; million moves per second: zero-copy 10.0, bulk 8.5, "
-        "staged 25.0)"
-    )
-    assert by_rates(rates).why == "bulk is slower, staged is not 2.5 times as fast"
-    assert by_rates({"zero-copy": 10e6, "bulk": 8e6}).why == "bulk is slower"
-
-
 @pytest.mark.parametrize(
-    ("cores", "bulk", "forms"),
+    ("cores", "bulk", "chosen"),
     [
-        (3, True, None),
-        (4, True, ["zero-copy", "bulk"]),
-        (7, False, None),
-        (8, False, ["zero-copy", "staged"]),
-        (8, True, ["zero-copy", "bulk", "staged"]),
+        (3, True, FillChoice("zero-copy", "3 cores have enough to do")),
+        (4, True, FillChoice("bulk", "the CPU writes rows back while it has time")),
+        (16, False, FillChoice("zero-copy", "leaving rows cannot wait")),
     ],
 )
-def test_forms_are_measured_where_there_are_cores_for_them(
-    cores: int, bulk: bool, forms: list[str] | None
+def test_rows_go_back_in_bulk_where_there_are_cores_for_it(
+    cores: int, bulk: bool, chosen: FillChoice
 ) -> None:
-    tried: list[str] = []
-
-    def rates(store: Any, device: Any, lanes: Any, moves: int, forms: Any) -> dict[str, float]:
-        tried.extend(forms)
-        return dict.fromkeys(forms, float(moves))
-
-    store, where = Store(torch.empty(1, 4).expand(100_000, 4)), (DEVICE, lanes_of(DEVICE))
-    chosen = choose(store, *where, bulk=bulk, cores=cores, rates=rates)
-    assert tried == (forms or [])
-    if forms is None:
-        assert chosen == FillChoice("zero-copy", f"{cores} cores have enough to do")
-        return
-    assert chosen.form == ("bulk" if bulk else "zero-copy")
-    few = choose(Store(store.rows[:20_000]), *where, bulk=bulk, cores=cores, rates=rates)
-    assert few == FillChoice("zero-copy", "20,000 rows are too few to measure")
+    assert choose(bulk=bulk, cores=cores) == chosen
+    assert str(chosen) == f"{chosen.form} ({chosen.why})"
 
 
 @pytest.mark.parametrize(
@@ -337,14 +306,13 @@ def test_bulk_is_tried_where_a_strategy_can_use_it(strategy: Strategy, reason: s
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="test_staged_on_gpu.py measures there")
 def test_measuring_tries_every_form_and_leaves_the_store_as_it_was() -> None:
+    rows, state = torch.zeros(1400, 4), torch.random.get_rng_state()
     forms = ("zero-copy", "bulk", "staged")
-    for before in (torch.zeros(1400, 4), torch.randn(1400, 4)):
-        rows, state, is_zero = before.clone(), torch.random.get_rng_state(), not before.any()
-        found = measure(Store(rows), DEVICE, lanes_of(DEVICE), 16, forms, is_zero=is_zero)
-        assert tuple(found) == forms
-        assert all(rate > 0 for rate in found.values())
-        assert torch.equal(rows, before)
-        assert torch.equal(torch.random.get_rng_state(), state)
+    found = measure(Store(rows), DEVICE, lanes_of(DEVICE), 16, forms)
+    assert tuple(found) == forms
+    assert all(rate > 0 for rate in found.values())
+    assert not rows.any()
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(

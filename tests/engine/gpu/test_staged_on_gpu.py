@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import hotrow
-import hotrow.engine.gpu.mover_choice
 import hotrow.engine.gpu.staged
 import hotrow.store.pinned
 from builders import CASES, RULES, Outcome, outcome, readout, shuffled, tight_budget, train, variant
@@ -21,6 +20,10 @@ from hotrow.engine.gpu.staged import Packet, Staged
 from hotrow.engine.stages import SPLIT
 from hotrow.engine.strategy import Strategy
 from hotrow.engine.tuning import Tuning
+from hotrow.sizing.fill_rates import measure
+from hotrow.store.pinned import locked_rows
+from hotrow.store.ram import Store
+from hotrow.support.streams import lanes_of
 
 pytestmark = pytest.mark.gpu
 
@@ -190,23 +193,15 @@ def test_a_batch_that_does_not_fit_passes_through_among_staged_ones() -> None:
         assert same_bits(run.found(), Run().train(source()).found())
 
 
-def test_the_forms_are_measured_and_the_tables_start_as_they_always_do(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(hotrow.engine.gpu.mover_choice, "_LEAST_CORES", {"bulk": 1, "staged": 1})
+def test_the_forms_are_measured() -> None:
     random = torch.random.get_rng_state(), torch.cuda.get_rng_state()
-    tables = [hotrow.EmbeddingBagConfig("t", 300_000, 32, ["f"])]
-    found = {}
-    for fill in ("auto", "zero-copy"):
-        embedding = hotrow.EmbeddingBagCollection(
-            tables, hotrow.Adagrad(), "10%", device="cuda", fill=fill, seed=5
-        )
-        choice = embedding.fills()[32]
-        tried = {"zero-copy", "bulk", "staged"} if fill == "auto" else set()
-        assert set(choice.moves_per_second) == tried
-        print(choice)
-        found[fill] = outcome(embedding, [])
-    assert found["auto"].same_bits(found["zero-copy"])
+    device = torch.device("cuda", 0)
+    locked = locked_rows(300_000, 64)
+    forms = ("zero-copy", "bulk", "staged")
+    rates = measure(Store(locked.rows), device, lanes_of(device), 1024, forms)
+    assert tuple(rates) == forms
+    assert not locked.rows.any()
+    locked.close()
     now = torch.random.get_rng_state(), torch.cuda.get_rng_state()
     assert all(map(torch.equal, random, now))
 

@@ -1,18 +1,20 @@
 """Leaving rows back to the store in bulk, by way of the copy engine and the CPU.
 
 A GPU that writes single rows to host memory slows down what runs beside it; its copy engines do
-not. So leaving rows are packed side by side in the GPU's memory, those of several batches together.
-A full packet is copied at once to a load, which holds several, and threads of the CPU put a load's
-rows in their places.
+not. So leaving rows are packed side by side in the GPU's memory: those of several batches together,
+or those of a large batch in several packets. A packet is copied to a load on the host, and threads
+of the CPU put a load's rows in their places.
 
 Until then the store has old bits of them, so no batch may read them there. The plan says for how
-many batches that is certain; a later batch waits, which looking far ahead makes rare.
+many batches that is certain; a later batch waits, which looking far ahead makes rare. There are
+many loads, so that the CPU always has one to write; while none is free, it is slower than the
+device, which may then write rows by itself.
 
 ```
     batch     7    8    9   10   11   12   13   14
     packet   [a    a    a] [b    b    b]  [a    a
-    engine                  a              b        one copy each, to the load
-    CPU                                      a, b   rows to their places
+    engine                  a              b        one copy each, to a load
+    CPU                           a              b  rows to their places
 ```
 Knows bytes and ids; not why rows leave.
 """
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -34,8 +37,8 @@ from hotrow.support.clock import named
 from hotrow.support.streams import Lanes, Mark
 
 PACKETS = 2  # one that is filled, one on its way
-_PACKETS_IN_LOAD = 2
-_LOADS = 3  # one that is filled, and two for the CPU, which need not be done at once
+_LOADS = 8
+_FULL = 3 / 4  # of a packet: it is sent, and not kept for the next batch
 
 
 class Packet:
@@ -52,7 +55,7 @@ class Packet:
 
 
 class Load:
-    """Room for the rows of a few packets, on the host."""
+    """Room for the rows of a packet, on the host."""
 
     def __init__(self, most: int, width: int, *, pinned: bool) -> None:
         self.rows = torch.zeros(most, width, pin_memory=pinned)
@@ -79,16 +82,17 @@ class WriteBack:
         least_certain: int = 0,
         writer: Writer | None = None,
     ) -> None:
-        """`least_certain`: batches for which it must be certain that no row is read. Rows that may
-        be read sooner would often be waited for. `writer`: threads of its own."""
+        """`least_certain`: batches for which it must be certain that no row is read, for each batch
+        that fills a packet. Rows that may be read sooner would often be waited for. `writer`:
+        threads of its own."""
         self._least_certain = least_certain
         self._store, self._slots, self.most, self._lanes = store, slots, most, lanes
         width, device = slots.shape[1], slots.device
         self._packets = [Packet(n, most, width, device) for n in range(PACKETS)]
-        in_load, pinned = most * _PACKETS_IN_LOAD, device.type == "cuda"
-        self._loads = [Load(in_load, width, pinned=pinned) for _ in range(_LOADS)]
-        self._packet, self._load = self._packets[0], self._loads[0]
-        self._full: deque[Load] = deque()  # loads whose rows are still on their way
+        pinned = device.type == "cuda"
+        self._loads = deque(Load(most, width, pinned=pinned) for _ in range(_LOADS))
+        self._packet = self._packets[0]
+        self._sent: deque[Load] = deque()  # loads whose rows are still on their way
         self._writer = writer or shared_writer()
         # The last rows are written before the store goes.
         weakref.finalize(self, self._writer.wait_for_all)
@@ -100,12 +104,18 @@ class WriteBack:
 
     def is_worth(self, count: int, certain: int) -> bool:
         """Whether so many rows that leave are better kept, if that is certain for some batches."""
-        return count <= self.most and certain >= self._least_certain
+        batches = 1 + self.most // (2 * max(1, count))  # until a packet is sent
+        return certain >= self._least_certain * batches
+
+    def has_room(self, count: int) -> bool:
+        """Whether `take` would not wait for the CPU."""
+        self._pass_on()
+        needed = 1 + (self._packet.filled > 0 and self._packet.filled + count > self.most)
+        return all(self._is_free(load) for load in islice(self._loads, needed))
 
     def take(self, count: int, certain: int) -> Packet:
         """Where the rows of the next `count` moves go; no batch up to `certain` reads them."""
-        while self._full and _is_there(self._full[0]):
-            self._write(self._full.popleft())
+        self._pass_on()
         if self._packet.filled + count > self.most:
             self._send()
         packet = self._packet
@@ -117,6 +127,11 @@ class WriteBack:
         packet.certain = min(packet.certain, certain)
         return packet
 
+    def is_packed(self) -> None:
+        """What was taken has been packed: a packet that is nearly full is sent."""
+        if self._packet.filled >= _FULL * self.most:
+            self._send()
+
     def pack(
         self,
         packet: Packet,
@@ -124,12 +139,20 @@ class WriteBack:
         leaving: Tensor,
         count: Tensor,
         unwritten: Unwritten | None,
+        span: fill.Span = fill.ALL,
     ) -> None:
         """Launch the packing of leaving rows; the same launches every time for one packet."""
         written = None if unwritten is None else unwritten.written
         fill.pack_more(
-            self._slots, move_slots, leaving, count, packet.rows, packet.ids, packet.taken, written
-        )
+            self._slots, move_slots, leaving, count, packet.rows, packet.ids, packet.taken, written,
+            span=span,
+        )  # fmt: skip
+
+    def rehearse(
+        self, move_slots: Tensor, leaving: Tensor, count: Tensor, unwritten: Unwritten | None
+    ) -> None:
+        """Launch the packing of no row."""
+        self.pack(self._packets[0], move_slots, leaving, count, unwritten)
 
     def let_read(self, batch: int) -> None:
         """A batch may read the store when this returns: its rows are there."""
@@ -170,32 +193,35 @@ class WriteBack:
 
     def _send(self) -> None:
         """What was packed so far: to the host."""
-        packet, load = self._packet, self._load
+        packet, load = self._packet, self._loads[0]
         count, packet.filled = packet.filled, 0
         if not count:
             return
-        if load.filled + count > len(load.ids):
-            self._full.append(load)
-            self._loads.append(self._loads.pop(0))
-            load = self._load = self._loads[0]
-            self._finish(load)
-        load.certain = min(load.certain, packet.certain) if load.filled else packet.certain
-        there = slice(load.filled, load.filled + count)
+        self._finish(load)
+        load.certain = packet.certain
+        there = slice(count)
         self._lanes.after("back", self._lanes.mark("rows"))
         with self._lanes.on("back"), named("write-back"):
-            load.ids[there].copy_(packet.ids[:count], non_blocking=True)
-            load.rows[there].copy_(packet.rows[:count], non_blocking=True)
+            load.ids[there].copy_(packet.ids[there], non_blocking=True)
+            load.rows[there].copy_(packet.rows[there], non_blocking=True)
             load.there = packet.left = self._lanes.mark("back")
-        load.filled += count
+        load.filled = count
+        self._loads.rotate(-1)
+        self._sent.append(load)
         self._packet = self._packets[(packet.number + 1) % PACKETS]
+
+    def _is_free(self, load: Load) -> bool:
+        return not load.filled and self._writer.is_done(load.job)
+
+    def _pass_on(self) -> None:
+        """Give the CPU what has come to the host."""
+        while self._sent and (self._sent[0].there is None or self._sent[0].there.passed()):
+            self._write(self._sent.popleft())
 
     def _finish(self, load: Load) -> None:
         """The rows of a load are in their places when this returns, and of all before it."""
-        if load.filled:
-            if load not in self._full:
-                self._full.append(load)
-            while load.filled:
-                self._write(self._full.popleft())
+        while load.filled:
+            self._write(self._sent.popleft())
         self._writer.wait(load.job)
 
     def _write(self, load: Load) -> None:
@@ -206,7 +232,3 @@ class WriteBack:
         self._store.will_write(load.ids[rows])
         load.job = self._writer.write(self._store.rows, load.ids[rows], load.rows[rows])
         load.filled = 0
-
-
-def _is_there(load: Load) -> bool:
-    return load.there is None or load.there.passed()

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from hotrow.engine.gpu.bulk import PACKETS
-from hotrow.engine.gpu.fill_forms import FillChoice
-from hotrow.engine.gpu.mover_choice import choose, measure
-from hotrow.engine.gpu.planner import DeviceScratchpad, refuse_too_many
+from hotrow.engine.gpu.mover_choice import FillChoice, choose
+from hotrow.engine.gpu.scratchpad import DeviceScratchpad, refuse_too_many
 from hotrow.engine.memory import AllRows, Buffer, InFlight, locate
 from hotrow.engine.settings import Settings
 from hotrow.engine.stages import SPLIT, in_transit_of
@@ -30,6 +28,7 @@ from hotrow.support.messages import warn
 from hotrow.support.progress import bytes_bar
 from hotrow.support.streams import synchronize
 
+_MOST_PACKET_BYTES = 24 << 20
 _WRITTEN_PART = 1 / 16  # of the slots' bytes, at most, for a bit per row of the tables
 
 
@@ -53,7 +52,7 @@ class HostStore:
         else:  # kernels run in Triton's interpreter
             rows = host_rows(layout.num_rows, settings.width)
         self.store = Store(rows, device=device, untrained=layout.untrained)
-        self.fill_choice = self._choose_fill(settings, is_zero=len(left) == len(layout.tables))
+        self.fill_choice = self._choose_fill(settings)
         self.strategy, self.packets, self.share = self._share_out(settings, share)
         on_gpu = device.type == "cuda" and self.is_locked
         if on_gpu:
@@ -65,7 +64,7 @@ class HostStore:
         if self._notes_written:
             self.unwritten = unwritten_rows(layout, state, seed, device, on_gpu=on_gpu)
 
-    def _choose_fill(self, settings: Settings, *, is_zero: bool) -> FillChoice:
+    def _choose_fill(self, settings: Settings) -> FillChoice:
         strategy, wanted = settings.strategy, settings.fill
         if not self.is_locked:
             return FillChoice("staged", "the store is not page-locked")
@@ -79,9 +78,7 @@ class HostStore:
             return FillChoice("zero-copy", f"{strategy.name} waits for its rows")
         if settings.device.type != "cuda":
             return FillChoice("zero-copy", "one memory serves both")
-        bulk = not _why_not_bulk(strategy)
-        rates = partial(measure, is_zero=is_zero)
-        return choose(self.store, settings.device, settings.lanes, bulk=bulk, rates=rates)
+        return choose(bulk=not _why_not_bulk(strategy))
 
     def _share_out(self, settings: Settings, share: Share) -> tuple[Strategy, int, Share]:
         """Return the strategy with the stages that the form needs, packets, and what is left."""
@@ -101,7 +98,9 @@ class HostStore:
         if self._notes_written and by_bytes and share.slots < num_rows:
             share = share.with_room(bits, row_bytes)
         if form == "bulk" and by_bytes:
-            share = share.with_packets(PACKETS, row_bytes)
+            # Batches with more leaving rows fill several packets.
+            packet_rows = min(share.packet_rows, max(1, _MOST_PACKET_BYTES // row_bytes))
+            share = replace(share, packet_rows=packet_rows).with_packets(PACKETS, row_bytes)
         return strategy, 0, share
 
     def read(self, ids: Tensor, out: Tensor) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotrow.engine.gpu.bulk import WriteBack
+from hotrow.engine.gpu.bulk import Packet, WriteBack
 from hotrow.engine.gpu.memory import DeviceMemory
 from hotrow.engine.gpu.mover_choice import FULL, LEVELS, Effort, Level
 from hotrow.engine.gpu.plan_buffers import PlanBuffers
@@ -23,6 +23,7 @@ from hotrow.engine.settings import Settings
 from hotrow.engine.work import Flight, Work
 from hotrow.kernels.reference import Moves
 from hotrow.kernels.triton import fill, start, words
+from hotrow.kernels.triton.fill import ALL, Span
 from hotrow.support.interrupts import uninterrupted
 from hotrow.support.streams import Lanes, Name, Recorder
 
@@ -70,43 +71,76 @@ class ZeroCopy(DeviceNoMoves):
 
     def level_for(self, work: Work) -> Level:
         """Return what a fill may take of the device: all, if training waits for it."""
-        return self.effort.level if work.announced else LEVELS[FULL]
+        if not work.announced:
+            return LEVELS[FULL]
+        if work.plan.num_moves:
+            self.effort.begin(work.plan.num_moves * 8 * self._width)
+        return self.effort.level
 
     def move(self, plan: DevicePlan, level: Level) -> None:
         """Launch the moves of a plan."""
-        b, unwritten = plan.buffers, self._memory.host.unwritten
-        slots, store = self._memory.slots, self._memory.store
-        if store.is_watched and plan.num_evicted:
-            # A snapshot has to know rows before the device writes them, so the host waits here:
-            # for the plan, in its own lane, and not for what trains.
-            with self._lanes.on("plan"):
-                store.will_write(b.leaving[: plan.num_moves])
+        b = plan.buffers
+        self._note_leaving(plan)
 
         def launch() -> None:
-            fill.fill(
-                slots, store.rows, b.move_slots, b.leaving, b.entering, moves_in(b),
-                level.fill_blocks, written=None if unwritten is None else unwritten.written,
-            )  # fmt: skip
-            if unwritten is not None:
-                start.start_moves(slots, b.move_slots, b.entering, moves_in(b), unwritten)
+            self._launch_fill(b, b.leaving, level.fill_blocks)
+            self._start_moves(b)
 
         self.replay(b, "fill", level.fill_blocks, launch)
+
+    def _note_leaving(self, plan: DevicePlan) -> None:
+        """Let a snapshot know rows before the device writes them, for which the host waits: for
+        the plan, in its own lane, and not for what trains."""
+        store = self._memory.store
+        if store.is_watched and plan.num_evicted:
+            with self._lanes.on("plan"):
+                store.will_write(plan.buffers.leaving[: plan.num_moves])
+
+    def _launch_fill(
+        self, b: PlanBuffers, leaving: Tensor | None, blocks: int, span: Span = ALL
+    ) -> None:
+        unwritten = self._memory.host.unwritten
+        fill.fill(
+            self._memory.slots, self._memory.store.rows, b.move_slots, leaving, b.entering,
+            moves_in(b), blocks, written=None if unwritten is None else unwritten.written,
+            span=span,
+        )  # fmt: skip
+
+    def _start_moves(self, b: PlanBuffers) -> None:
+        """Make the entering rows that were never written."""
+        unwritten = self._memory.host.unwritten
+        if unwritten is not None:
+            slots = self._memory.slots
+            start.start_moves(slots, b.move_slots, b.entering, moves_in(b), unwritten)
 
     def replay(self, b: PlanBuffers, kind: Any, place: int, launch: Callable[[], None]) -> None:
         """Launch, or replay what was captured for the same buffers."""
         self._recorder.run((kind, self._width, place, b.number), launch)
 
-    def note_wait(self, share: float) -> None:
-        self.effort.note(share)
+    def rehearse(self, buffers: PlanBuffers) -> None:
+        memory = self._memory
+        self._launch_fill(buffers, buffers.leaving, 1)
+        self._start_moves(buffers)
+        none = torch.full((16,), -1, device=memory.slots.device)
+        rows = torch.zeros(len(none), self._width, device=none.device)
+        memory.read_slots(none, rows)
+        memory.write_slots(none, rows)
+        memory.read_store(none, rows)
+        memory.write_store(none, rows)
+
+    def note_wait(self, share: float, step: float) -> None:
+        self.effort.note(share, step)
 
 
 class Bulk(ZeroCopy):
     """Entering rows are read by a kernel. Leaving rows are kept for a while and go back together,
-    by the copy engine and the CPU."""
+    by the copy engine and the CPU; those for which the CPU has no time are written by the kernel.
+    """
 
-    def __init__(self, *parts: Any, back: WriteBack) -> None:
+    def __init__(self, *parts: Any, back: WriteBack, waits: bool = False) -> None:
+        """`waits`: for the CPU, so that it writes all rows that may be kept."""
         super().__init__(*parts)
-        self.back = back
+        self.back, self._waits = back, waits
 
     def num_bytes(self) -> dict[str, int]:
         return {"rows on their way": self.back.num_bytes}
@@ -117,31 +151,58 @@ class Bulk(ZeroCopy):
             back.let_read(plan.number)
         else:
             back.wait()  # its rows may be among those that were kept
-        if not level.in_bulk or (
-            plan.num_evicted and not back.is_worth(plan.num_moves, plan.certain - plan.number)
-        ):
+        keeps = back.is_worth(plan.num_moves, plan.certain - plan.number)
+        if not plan.num_evicted:
+            self._read_and_keep(plan, level, None)
+        elif not keeps:
             self.move(plan, level)
+        elif plan.num_moves <= back.most:
+            if self._may_keep(plan.num_moves):
+                self._read_and_keep(plan, level, back.take(plan.num_moves, plan.certain))
+                back.is_packed()
+            else:
+                self.move(plan, level)
         else:
-            self._read_and_keep(plan, level)
+            self._fill_parts(plan, level)
         self._flight.collect(work, inserted=True)
 
-    def _read_and_keep(self, plan: DevicePlan, level: Level) -> None:
-        b, unwritten, back = plan.buffers, self._memory.host.unwritten, self.back
-        packet = back.take(plan.num_moves, plan.certain) if plan.num_evicted else None
+    def _may_keep(self, count: int) -> bool:
+        return self._waits or self.back.has_room(count)
+
+    def _read_and_keep(self, plan: DevicePlan, level: Level, packet: Packet | None) -> None:
+        b, moves = plan.buffers, moves_in(plan.buffers)
 
         def launch() -> None:
-            slots, moves = self._memory.slots, moves_in(b)
             if packet is not None:
-                back.pack(packet, b.move_slots, b.leaving, moves, unwritten)
-            fill.fill(
-                slots, self._memory.store.rows, b.move_slots, None, b.entering, moves,
-                level.read_blocks, written=None if unwritten is None else unwritten.written,
-            )  # fmt: skip
-            if unwritten is not None:
-                start.start_moves(slots, b.move_slots, b.entering, moves, unwritten)
+                self.back.pack(packet, b.move_slots, b.leaving, moves, self._memory.host.unwritten)
+            self._launch_fill(b, None, level.read_blocks)
+            self._start_moves(b)
 
         place = -1 if packet is None else packet.number
         self.replay(b, ("bulk", level.read_blocks), place, launch)
+
+    def _fill_parts(self, plan: DevicePlan, level: Level) -> None:
+        """Move as many rows at once as a packet holds, each part as the CPU has time."""
+        b, back, count = plan.buffers, self.back, plan.num_moves
+        self._note_leaving(plan)
+        for first in range(0, count, back.most):
+            span = Span(first, min(first + back.most, count))
+            size = span.end - first
+            if not self._may_keep(size):
+                self._launch_fill(b, b.leaving, level.fill_blocks, span)
+                continue
+            packet = back.take(size, plan.certain)
+            unwritten = self._memory.host.unwritten
+            back.pack(packet, b.move_slots, b.leaving, moves_in(b), unwritten, span)
+            self._launch_fill(b, None, level.read_blocks, span)
+            back.is_packed()
+        self._start_moves(b)
+
+    def rehearse(self, buffers: PlanBuffers) -> None:
+        super().rehearse(buffers)
+        moves, unwritten = moves_in(buffers), self._memory.host.unwritten
+        self.back.rehearse(buffers.move_slots, buffers.leaving, moves, unwritten)
+        self._launch_fill(buffers, None, 1)
 
     def settle(self) -> None:
         self._lanes.join()
@@ -210,6 +271,11 @@ class StagedMover(ZeroCopy):
         self.staged.insert(work.cargo, partial(self.replay, work.plan.buffers))
         work.cargo = None
         self._flight.insert(work)
+
+    def rehearse(self, buffers: PlanBuffers) -> None:
+        super().rehearse(buffers)
+        moves = Moves(buffers.move_slots, buffers.leaving, buffers.entering)
+        self.staged.rehearse(moves, moves_in(buffers))
 
     def _insert_all(self) -> None:
         with uninterrupted(), self._lanes.on("rows"):

@@ -17,81 +17,19 @@ from torch import Tensor
 
 from hotrow.engine.evict import Eviction
 from hotrow.engine.gpu.plan_buffers import PlanBuffers
+from hotrow.engine.gpu.scratchpad import DeviceScratchpad
 from hotrow.engine.rules import OLDEST, Hold, Pins, PlannerRules
-from hotrow.engine.scratchpad import Scratchpad
 from hotrow.engine.tuning import DEFAULT, Tuning
 from hotrow.kernels.triton import plan as kernels
 from hotrow.kernels.triton import ranking, words
-from hotrow.kernels.triton.maps import FREE, DeviceMap, places_for
+from hotrow.kernels.triton.maps import FREE
 from hotrow.kernels.triton.segments import Segments
 from hotrow.kernels.triton.window import enter_window, leave_window
 from hotrow.support.streams import Mark, Recorder, synchronize
 
-_MOST_SLOTS = 2**31 - 2
 _MOST_BATCHES = 264  # that a window may hold
 _LEAST_RANKED = 8  # batches that a ranking should serve
 NEVER = PINNED = words.NEVER
-
-
-def id_type_of(num_rows: int) -> torch.dtype:
-    # Padding is the id `num_rows`, so that must fit, too.
-    return torch.int32 if num_rows < 2**31 - 1 else torch.int64
-
-
-def refuse_too_many(slots: int) -> None:
-    """Slots are numbered by 32 bits, of which the kernels need a number more."""
-    if slots > _MOST_SLOTS:
-        raise ValueError(
-            f"{slots:,} rows of one width are to be in fast memory at once, and there can be "
-            f"{_MOST_SLOTS:,}; give a smaller budget, another strategy than all-fast, or split the "
-            "tables over two collections"
-        )
-
-
-class DeviceScratchpad(Scratchpad):
-    """Slots on the device, and one more that always reads zero."""
-
-    def __init__(
-        self, num_slots: int, width: int, num_rows: int, device: torch.device, *, dense_map: bool
-    ) -> None:
-        refuse_too_many(num_slots)
-        self.num_slots, self.num_rows = num_slots, num_rows
-        self.slots = torch.zeros(num_slots + 1, width, device=device)
-        self.id_type = id_type_of(num_rows)
-        self.row_of_slot = torch.full((num_slots,), FREE, dtype=self.id_type, device=device)
-        self.map = DeviceMap(self.row_of_slot, num_rows, dense=dense_map)
-
-    @property
-    def num_bytes(self) -> dict[str, int]:
-        return {"slots": self.slots.nbytes, "row-to-slot map": self.map.num_bytes}
-
-    def clear(self) -> None:
-        """Every slot is free again."""
-        self.row_of_slot.fill_(FREE)
-        self.map.table.fill_(FREE)
-
-
-class FutureScratchpad(DeviceScratchpad):
-    """Stands for slots that are not allocated yet: it knows how many there will be.
-
-    No row has a slot, so every row is found in the store.
-    """
-
-    def __init__(self, width: int, num_rows: int, device: torch.device) -> None:
-        super().__init__(1, width, num_rows, device, dense_map=False)
-
-    def resize(self, num_slots: int, *, dense_map: bool) -> None:
-        refuse_too_many(num_slots)
-        self.num_slots, self._dense_map = num_slots, dense_map
-
-    @property
-    def num_bytes(self) -> dict[str, int]:
-        slots = 4 * (self.num_slots + 1) * self.slots.shape[1]
-        places = self.num_rows if self._dense_map else places_for(self.num_slots)
-        return {"slots": slots, "row-to-slot map": 4 * places}
-
-    def check(self) -> None:
-        assert bool((self.row_of_slot == FREE).all()), "a row has a slot before there are any"
 
 
 @dataclass
@@ -175,6 +113,11 @@ class DevicePlanner(PlannerRules):
         self._queue_left = 0
         self._most_taken = 0  # places of the queue that one plan has passed, lately
         self._rankings = 0
+        self._sorts = 0  # most rows that leave in the order of ids; 0: they are not sorted
+        self._read_head = (
+            0,
+            0,
+        )  # the ranking of the newest plan that was read, and how far it came
         # Which use is kept in `next_use`. The last one need not be found anew for each ranking, and
         # is enough while there are slots that no known batch uses.
         self._known_use = words.FIRST_USE if eviction.looks_ahead else words.NOTHING
@@ -324,6 +267,49 @@ class DevicePlanner(PlannerRules):
     def _word(self, word: int) -> Tensor:
         return self.state[word : word + 1]
 
+    def rehearse(
+        self,
+        buffers: PlanBuffers,
+        announce: Callable[[Tensor, Tensor, Tensor, Tensor | None], None],
+    ) -> None:
+        """Launch all that planning may ever launch, with nothing to plan: what is launched for the
+        first time is compiled, which takes up to a second. Before the first batch is expected."""
+        halted, state = self.state.clone(), self.state.clone()
+        halted[words.HALT] = 1  # plans change nothing
+        plan = DevicePlan(0, self.capacity, buffers, 0, 0)
+        batch, row = Expected(0, self.capacity), self.window_ids[:1]
+        counts = self.fresh_counts[None].clone()
+        before, kinds = self._known_use, [self._known_use]
+        if self._may_keep_last:
+            kinds.append(words.LAST_USE)
+        for self._known_use in kinds:
+            marks = self.next_use if self._known_use == words.LAST_USE else None
+            self.state.copy_(halted)
+            self.plan_counts.copy_(self.fresh_counts)
+            for self._sorts in (0, kernels.BLOCK):
+                self._launch_kernels(batch, plan)
+            self.on_plan(plan)
+            if self.eviction.looks_ahead:
+                ranking.expect(
+                    row, 0, 1, self._word(words.CLOCK), 1, self.next_use, self.pad.map,
+                    self.pad.num_rows, self._known_use,
+                )  # fmt: skip
+            if self._tracks_slots:
+                self._launch_ranking(announced=True)
+                ranking.hold(
+                    row[0], 1, self.last_use, self.state, self.pad.map, self.pad.num_rows
+                )  # fmt: skip
+            self.state.copy_(state)
+            announce(row, counts, self.state, marks)
+            enter_window(row[0], counts[0], row, counts, self.state)
+            leave_window(self.plan_ids, counts[0], row, counts, self.fresh_counts, self.state)
+        self._known_use, self._sorts = before, 0
+        self.state.copy_(state)
+        self.next_use.fill_(NEVER)
+        row.fill_(self.pad.num_rows)
+        if self.pad.map.hashed:
+            self.pad.map.rebuild()
+
     # -- planning ----------------------------------------------------------------------
 
     def plan(self, batch: Expected, buffers: PlanBuffers) -> DevicePlan:
@@ -332,6 +318,7 @@ class DevicePlanner(PlannerRules):
         if announced:
             self.window.popleft()
         self._read_finished()
+        self._choose_sorts()
         self._renumber()
         for ahead, later in enumerate(list(self.window)[: self.hold.future], start=1):
             ranking.hold(
@@ -352,6 +339,14 @@ class DevicePlanner(PlannerRules):
         self._unread.append(plan)
         return plan
 
+    def _choose_sorts(self) -> None:
+        """Sort rows that leave where many move: few are not faster then."""
+        usual = int(self._mean_missing)
+        if usual < self.tuning.sorted_from:
+            self._sorts = 0
+        elif not 1.05 * usual < self._sorts < 2 * usual:  # it is captured: change it seldom
+            self._sorts = -(-int(1.4 * usual) // kernels.BLOCK) * kernels.BLOCK
+
     def _launch(self, batch: Expected, plan: DevicePlan, *, announced: bool) -> None:
         if not announced:
             self.plan_ids[: batch.lookups].copy_(self.ids_of(batch))
@@ -368,7 +363,7 @@ class DevicePlanner(PlannerRules):
             self._launch_kernels(batch, plan)
             self.on_plan(plan)
 
-        kind = (announced, batch.lookups, self.generation, self._known_use)
+        kind = (announced, batch.lookups, self.generation, self._known_use, self._sorts)
         self.recorder.run(("plan", *kind, plan.buffers.number), launch)
 
     def _launch_kernels(self, batch: Expected, plan: DevicePlan) -> None:
@@ -392,6 +387,8 @@ class DevicePlanner(PlannerRules):
             past=self.hold.past,
             refetch=self.refetch,
             known_use=self._known_use,
+            capacity=self.capacity,
+            sorts=min(count, b.uniques, self._sorts),
         )
 
     def read(self, plan: DevicePlan) -> int:
@@ -421,10 +418,13 @@ class DevicePlanner(PlannerRules):
         missing = counts[words.MISSING]
         self.largest_batch = max(self.largest_batch, plan.num_unique)
         self.note_missing(missing)
+        ranking, head = self._read_head
+        head = head if ranking == plan.ranking else 0
+        self._read_head = plan.ranking, state[words.HEAD]
+        # Also where a newer ranking was made: if each plan makes one, nothing else is learned.
+        self._most_taken = max(state[words.HEAD] - head, int(0.9 * self._most_taken))
         if plan.ranking == self._rankings:
             left = state[words.END] - state[words.HEAD]
-            if not self._is_fresh:  # else the length of the queue is not known
-                self._most_taken = max(self._queue_left - left, int(0.9 * self._most_taken))
             self._queue_left = left
             if self._is_fresh and left < _LEAST_RANKED * missing:
                 self._may_keep_last = False

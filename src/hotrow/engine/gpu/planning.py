@@ -21,6 +21,7 @@ from hotrow.engine.gpu.plan_buffers import BufferPool, PlanBuffers, plan_bytes
 from hotrow.engine.gpu.planner import DevicePlan, DevicePlanner, Expected
 from hotrow.engine.gpu.work import DevicePart, DeviceWork
 from hotrow.engine.memory import PlannedMoves
+from hotrow.engine.mover import NoMoves
 from hotrow.engine.planning import Depth, Outcome
 from hotrow.engine.rules import Hold
 from hotrow.engine.settings import Settings
@@ -91,6 +92,7 @@ class DevicePlanning:
     """Launches the plans of one width group."""
 
     remembered_batches = _REMEMBERED
+    rehearses_on = ("cuda",)  # where kernels are compiled
 
     def __init__(
         self,
@@ -105,6 +107,7 @@ class DevicePlanning:
         self._layout, self._lanes = settings.layout, settings.lanes
         self._buffers, self._id_type = buffers, planner.pad.id_type
         self._planned: list[weakref.ref[DeviceWork]] = []
+        self._is_rehearsed = False
         # A function that does not keep this object alive by its own planner.
         planner.on_plan = partial(_count_plan, settings.device_bases, counters.by_table)
         self.columns, self.room, self.is_pooled = inputs.columns, inputs.room, inputs.is_pooled
@@ -139,8 +142,22 @@ class DevicePlanning:
                 expected.lookups, self._layout.num_rows, state, next_use,
             )  # fmt: skip
 
+        if values.device.type in self.rehearses_on and not self._is_rehearsed:
+            self._is_rehearsed = True
+            self.rehearse(work.group.mover, announce_there)
         key = (values.data_ptr(), values.dtype, values.shape, values.stride(), spans is None)
         self.planner.expect(expected, write_ids, key, announce_there)
+
+    def rehearse(self, mover: NoMoves, announce: Any) -> None:
+        """Compile what plans and moves may launch, so that no later step waits for it."""
+        lookups, lanes = self.planner.capacity, self._lanes
+        buffers = self._buffers.take(lookups, self.inputs.uniques(lookups), None)
+        self.planner.rehearse(buffers, announce)
+        lanes.after("rows", lanes.mark("plan"))
+        with lanes.on("rows"):
+            mover.rehearse(buffers)
+            lanes.mark("rows")  # after which the buffers may be used again
+        self._buffers.give_back(buffers, None)
 
     def _admit(self, work: DeviceWork) -> Expected:
         """Return a place for a batch that was not announced."""
@@ -362,6 +379,7 @@ class AllPlanner(DevicePlanner):
             b.status,
             self.scratch,
             state=self.state,
+            capacity=self.capacity,
         )
 
     def check(self, *, may_halt: bool = False) -> None:
@@ -375,6 +393,9 @@ class DeviceAllRowsPlanning(DevicePlanning):
 
     def depth(self) -> Depth | None:
         return None
+
+    def rehearse(self, mover: NoMoves, announce: Any) -> None:
+        """Compile nothing: the first steps launch all there is."""
 
     def confirm(self, work: DeviceWork) -> Outcome:
         is_new = not work.collected

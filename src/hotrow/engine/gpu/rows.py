@@ -18,14 +18,10 @@ from hotrow.engine.gpu.mover_choice import FULL, Effort
 from hotrow.engine.gpu.movers import Bulk, DeviceNoMoves, StagedMover, ZeroCopy
 from hotrow.engine.gpu.plan_buffers import BufferPool
 from hotrow.engine.gpu.plan_room import PlanRoom
-from hotrow.engine.gpu.planner import (
-    DevicePlanner,
-    DeviceScratchpad,
-    FutureScratchpad,
-    id_type_of,
-)
+from hotrow.engine.gpu.planner import DevicePlanner
 from hotrow.engine.gpu.planning import AllPlanner, DeviceAllRowsPlanning, DevicePlanning, Inputs
 from hotrow.engine.gpu.row_sums import DeviceSums
+from hotrow.engine.gpu.scratchpad import DeviceScratchpad, FutureScratchpad, id_type_of
 from hotrow.engine.gpu.staged import Staged
 from hotrow.engine.memory import Buffer
 from hotrow.engine.mover import NoMoves
@@ -168,7 +164,7 @@ class Builder:
                 host.store, memory.slots, most=most, lanes=lanes,
                 least_certain=settings.tuning.least_certain, writer=settings.writer,
             )  # fmt: skip
-            return Bulk(*parts, back=back)
+            return Bulk(*parts, back=back, waits=settings.fill == "bulk")
         if host.fill_choice.form == "staged":
             staged = Staged(
                 host.store, memory.slots, most=most, packets=host.packets,

@@ -135,6 +135,12 @@ class Staged:
                 packet.leaving[:count].copy_(moves.leaving[:count], non_blocking=True)
         return packet
 
+    def rehearse(self, moves: Moves, count: Tensor) -> None:
+        """Launch the packing and unpacking of no row."""
+        rows = self._packets[0].rows
+        fill.pack(self._slots, moves.slots, count, rows)
+        fill.unpack(self._slots, moves.slots, moves.leaving, moves.entering, count, rows)
+
     def changed(self, mark: Mark) -> None:
         """The device has written to the store by itself: what is gathered from now on waits."""
         self._changed.append(mark)

@@ -13,7 +13,7 @@ row nearly: 192 floats are three pieces of 64, not one of 256 with a quarter of 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,6 +30,16 @@ _PACKED_FLOATS = 2048  # of a tile where rows stay on the device
 _ALL_BLOCKS = 16  # saturate the link, when no training runs beside
 
 
+class Span(NamedTuple):
+    """Some of a plan's moves, by their numbers."""
+
+    first: int
+    end: int
+
+
+ALL = Span(0, 2**31 - 1)
+
+
 def fill(
     slots: Tensor,  # [C, width] float32, on the device
     store: Tensor,  # [N, width] float32, page-locked
@@ -40,6 +50,7 @@ def fill(
     blocks: int = 2,
     *,
     written: Tensor | None = None,  # a bit for each row; None: every row is read
+    span: Span = ALL,
 ) -> None:
     """Write leaving rows to the store and read entering rows from it.
 
@@ -49,8 +60,9 @@ def fill(
     """
     shape = _shape(slots, store, _tile_floats(slots.shape[1]))
     _fill[(blocks,)](
-        slots, store, move_slots, leaving, entering, count, written, **shape, num_warps=_WARPS
-    )
+        slots, store, move_slots, leaving, entering, count, written, *span, **shape,
+        num_warps=_WARPS,
+    )  # fmt: skip
 
 
 def pack(
@@ -72,14 +84,16 @@ def pack_more(
     ids: Tensor,  # [most] int32 or int64
     taken: Tensor,  # [1] int32: how many of them are taken, and afterwards how many are
     written: Tensor | None,  # a bit for each row of the store, or None
+    *,
+    span: Span = ALL,
 ) -> None:
     """Copy leaving rows behind those that were packed before, and note them as written."""
     shape = _shape(slots, rows, _PACKED_FLOATS)
     most = min(rows.shape[0], move_slots.numel())
     _pack_more[(triton.cdiv(most * shape["PIECES"], shape["TILE"]),)](
-        slots, move_slots, leaving, count, rows, ids, taken, written, rows.shape[0], **shape
+        slots, move_slots, leaving, count, rows, ids, taken, written, rows.shape[0], *span, **shape
     )
-    _take[(1,)](taken, count)
+    _take[(1,)](taken, count, *span)
 
 
 def unpack(
@@ -166,7 +180,7 @@ def _tile(
     return piece // PIECES, piece < total, column, column < WIDTH
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "end"])
 def _fill(
     slots,
     store,
@@ -175,15 +189,18 @@ def _fill(
     entering,
     count,
     written,
+    begin,
+    end,
     WIDTH: tl.constexpr,
     PIECE: tl.constexpr,
     PIECES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    total = tl.load(count) * PIECES
+    total = (tl.minimum(tl.load(count), end) - begin) * PIECES
     first = tl.program_id(0) * TILE
     while first < total:  # Triton 3.6 interprets no `for` whose end is read from memory
         move, there, column, inside = _tile(first, total, WIDTH, PIECE, PIECES, TILE)
+        move += begin
         slot = tl.load(move_slots + move, mask=there, other=0).to(tl.int64)
         in_slots = slots + slot[:, None] * WIDTH + column
         new = tl.load(entering + move, mask=there, other=-1).to(tl.int64)
@@ -228,19 +245,20 @@ def _pack(
             tl.store(in_slots, tl.load(in_packed, mask=mask), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "end"])
 def _pack_more(
-    slots, move_slots, leaving, count, rows, ids, taken, written, most, WIDTH: tl.constexpr,
-    PIECE: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr,
+    slots, move_slots, leaving, count, rows, ids, taken, written, most, begin, end,
+    WIDTH: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     before = tl.load(taken)
-    total = tl.minimum(tl.load(count), most - before) * PIECES
+    total = tl.minimum(tl.minimum(tl.load(count), end) - begin, most - before) * PIECES
     first = tl.program_id(0) * TILE
     if first < total:
-        move, there, column, inside = _tile(first, total, WIDTH, PIECE, PIECES, TILE)
+        place, there, column, inside = _tile(first, total, WIDTH, PIECE, PIECES, TILE)
+        move = begin + place
         slot = tl.load(move_slots + move, mask=there, other=0).to(tl.int64)
         row = tl.load(leaving + move, mask=there, other=-1)
-        place = before + move
+        place += before
         tl.store(ids + place, row, mask=there)
         if written is not None:
             set_written(written, row.to(tl.int64), there & (row >= 0))
@@ -249,12 +267,13 @@ def _pack_more(
         tl.store(rows + place.to(tl.int64)[:, None] * WIDTH + column, found, mask=mask)
 
 
-@triton.jit
-def _take(taken, count):
-    tl.store(taken, tl.load(taken) + tl.load(count))
+@triton.jit(do_not_specialize=["begin", "end"])
+def _take(taken, count, begin, end):
+    more = tl.minimum(tl.load(count), end) - begin
+    tl.store(taken, tl.load(taken) + tl.maximum(more, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _copy(
     rows,
     store,

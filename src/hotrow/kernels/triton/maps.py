@@ -151,7 +151,7 @@ def insert(ids, slots, mask, table, spare, size, bits, HASHED: tl.constexpr):
     return taken_over
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _lookup(
     ids, out, count, table, row_of_slot, size, bits, HASHED: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -52,7 +52,7 @@ def _prefix(per_block, program, num_blocks, word, BLOCKS: tl.constexpr):
     return tl.sum(tl.where(block < program, counts, 0), axis=0), tl.sum(counts, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_lookups"])
 def _classify(
     keys, found, per_block, state, counts, last_use, uses, table, row_of_slot, num_lookups,
     num_rows, num_slots, size, bits, past, HASHED: tl.constexpr, REFETCH: tl.constexpr,
@@ -94,7 +94,7 @@ def _classify(
         tl.atomic_add(mine + BLOCK_AGAIN, tl.sum(again.to(tl.int32), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_lookups", "room", "num_blocks"])
 def _segment(
     keys, order64, found, per_block, state, counts, order, rank, starts, ids, row_slots,
     missing_rank, entering, leaving, move_slots, num_lookups, room, num_blocks,
@@ -160,7 +160,7 @@ def _may_leave(
     return slot, valid
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["spread"])
 def _count_victims(
     queue, state, counts, last_use, next_use, per_block, row_of_slot, num_slots, spread,
     KNOWN_USE: tl.constexpr, BLOCK: tl.constexpr,
@@ -180,7 +180,7 @@ def _count_victims(
     tl.store(mine, tl.sum(valid.to(tl.int32), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["spread", "room", "spare_places", "num_blocks"])
 def _take_victims(
     queue, state, counts, last_use, next_use, per_block, row_of_slot, num_slots, move_slots,
     leaving, new_head, spread, room, spare_places, num_blocks, HASHED: tl.constexpr,
@@ -235,6 +235,48 @@ def _take_victims(
 
 
 @triton.jit
+def _can_sort(counts, most):
+    """How many victims there are to sort; 0: none, or too many."""
+    count = tl.load(counts + MISSING)
+    return tl.where((tl.load(counts + OUTCOME) == PLANNED) & (count <= most), count, 0)
+
+
+@triton.jit(do_not_specialize=["most", "beyond"])
+def _copy_victims(leaving, move_slots, rows, slots, counts, most, beyond, BLOCK: tl.constexpr):
+    """Rows to sort by, and their slots; `beyond` is larger than any row."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < _can_sort(counts, most)
+    row = tl.load(leaving + place, mask=mask, other=beyond)
+    tl.store(rows + place, row, mask=place < most)
+    tl.store(slots + place, tl.load(move_slots + place, mask=mask, other=0), mask=mask)
+
+
+@triton.jit(do_not_specialize=["most"])
+def _put_victims(leaving, move_slots, rows, order, slots, counts, most, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < _can_sort(counts, most)
+    before = tl.load(order + place, mask=mask, other=0)
+    tl.store(leaving + place, tl.load(rows + place, mask=mask, other=0), mask=mask)
+    tl.store(move_slots + place, tl.load(slots + before, mask=mask, other=0), mask=mask)
+
+
+def _sort_victims(
+    leaving: Tensor, move_slots: Tensor, counts: Tensor, most: int, beyond: int, scratch: Tensor
+) -> None:
+    """Let rows leave in the order of ids, as they enter, if there are at most `most`.
+
+    Which row enters which slot does not matter, and neighbours in host memory move faster.
+    """
+    grid = (triton.cdiv(most, BLOCK),)
+    rows = torch.empty(most, dtype=leaving.dtype, device=leaving.device)
+    _copy_victims[grid](
+        leaving, move_slots, rows, scratch, counts, most, beyond, BLOCK=BLOCK
+    )  # fmt: skip
+    rows, order = torch.sort(rows)
+    _put_victims[grid](leaving, move_slots, rows, order, scratch, counts, most, BLOCK=BLOCK)
+
+
+@triton.jit
 def _let_leave(
     move_slots, leaving, counts, state, table, size, bits, HASHED: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -279,7 +321,7 @@ def _let_enter(
     tl.store(row_slots + rank, slot, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_lookups"])
 def _resolve(
     order, rank, row_slots, lookup_slots, counts, state, new_head, kept, status, entering, told,
     num_lookups, BLOCK: tl.constexpr,
@@ -329,6 +371,8 @@ def plan(
     past: int,
     refetch: bool,
     known_use: int,
+    capacity: int = 0,  # lookups of the largest batch: for all up to it, kernels are the same
+    sorts: int = 0,  # rows that leave are sorted if there are at most so many
 ) -> None:
     """Plan one batch; on failure `state` is halted and no map has changed."""
     count, num_slots = ids.numel(), row_map.row_of_slot.numel()
@@ -339,8 +383,8 @@ def plan(
     new_head = scratch[2 * count : 2 * count + 1]
     per_block = scratch[2 * count + 4 : 2 * count + 4 + 4 * max(blocks, victim_blocks)]
     keys, order64 = torch.sort(ids, stable=True)
-    widest = triton.next_power_of_2(blocks)
-    widest_victims = triton.next_power_of_2(victim_blocks)
+    widest = _widest(max(count, capacity))
+    widest_victims = triton.next_power_of_2(_victim_blocks(max(count, capacity), queue.numel()))
     per_block[: 4 * blocks].zero_()
     _classify[(max(1, triton.cdiv(count, LANES)),)](
         keys, found, per_block, state, counts, last_use, uses, row_map.table,
@@ -363,6 +407,8 @@ def plan(
         row_map.size - num_slots, victim_blocks,
         HASHED=row_map.hashed, KNOWN_USE=known_use, BLOCK=BLOCK, BLOCKS=widest_victims,
     )  # fmt: skip
+    if sorts:
+        _sort_victims(leaving, move_slots, counts, sorts, num_rows, found)
     move_blocks = max(1, triton.cdiv(count, LANES))
     _let_leave[(move_blocks,)](
         move_slots, leaving, counts, state, row_map.table, row_map.size, row_map.bits,
@@ -379,6 +425,10 @@ def plan(
     )  # fmt: skip
 
 
+def _widest(lookups: int) -> int:
+    return int(triton.next_power_of_2(max(1, triton.cdiv(lookups, BLOCK))))
+
+
 def _victim_blocks(lookups: int, queue: int) -> int:
     return max(1, -(-min(4 * lookups + BLOCK, queue) // BLOCK))
 
@@ -392,7 +442,7 @@ def scratch_words(lookups: int, queue: int) -> int:
 # -- every row in fast memory ----------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_lookups"])
 def _count_firsts(keys, found, per_block, state, counts, num_lookups, BLOCK: tl.constexpr):
     """As `_classify` where row and slot are one: nothing is missing."""
     program = tl.program_id(0)
@@ -430,6 +480,7 @@ def plan_everything(
     scratch: Tensor,
     *,
     state: Tensor,
+    capacity: int = 0,
 ) -> None:
     """`plan` where every row has its slot: sorts, and checks ids."""
     count = ids.numel()
@@ -442,7 +493,7 @@ def plan_everything(
     _segment[(blocks,)](
         keys, order64, found, per_block, state, counts, segments.order, segments.rank,
         segments.starts, segments.ids, row_slots, missing_rank, entering, leaving, move_slots,
-        count, segments.ids.numel(), blocks, BLOCK=BLOCK, BLOCKS=triton.next_power_of_2(blocks),
+        count, segments.ids.numel(), blocks, BLOCK=BLOCK, BLOCKS=_widest(max(count, capacity)),
     )  # fmt: skip
     _nothing_moves[(1,)](state, counts, new_head)
     _resolve[(blocks,)](

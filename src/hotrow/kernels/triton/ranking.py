@@ -21,7 +21,7 @@ def last_known_use(next_use, num_slots, row, mask):
     return tl.load(next_use + place, mask=mask & (row >= 0), other=-2147483647)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity", "later", "first_row", "num_rings"])
 def _expect(
     ids, next_use, table, row_of_slot, num_rows, num_slots, size, bits, capacity, first_number,
     later, first_row, num_rings, HASHED: tl.constexpr, KNOWN_USE: tl.constexpr, BLOCK: tl.constexpr,
@@ -47,7 +47,7 @@ def _expect(
         tl.atomic_max(next_use + where, number + ahead, mask=mask & (known < number + ahead))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "ahead"])
 def _hold(
     ids, last_use, state, table, row_of_slot, num_rows, size, bits, count, ahead,
     HASHED: tl.constexpr, BLOCK: tl.constexpr,

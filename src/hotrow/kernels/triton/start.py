@@ -217,7 +217,7 @@ def _start_rows(
     tl.store(rows + float_, tl.where(is_state, states, weights), mask=float_ < total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _note_written(written, ids, total, count, BLOCK: tl.constexpr):
     if count is not None:
         total = tl.minimum(total, tl.load(count))
@@ -230,7 +230,7 @@ def _note_written(written, ids, total, count, BLOCK: tl.constexpr):
 def set_written(written, row, mask):
     """Note that rows are written."""
     bit = tl.full(row.shape, 1, tl.int32) << (row & 31).to(tl.int32)
-    tl.atomic_or(written + (row >> 5), bit, mask=mask)
+    tl.atomic_or(written + (row >> 5), bit, mask=mask, sem="relaxed")
 
 
 @triton.jit

@@ -31,7 +31,7 @@ def _id_of(value, feature, real, features, num_rows):
     return tl.where(real & ~bad & (value != padding), base + value, num_rows), bad
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_lookups", "capacity", "row_stride", "num_rings"])
 def _globalise(
     values, ids, features, ends, lows, num_lookups, capacity, num_features, row_stride, num_rows,
     first_bad, state, next_use, num_slots, num_rings, JAGGED: tl.constexpr, SEARCH: tl.constexpr,
@@ -179,7 +179,7 @@ def compare_ids(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity", "num_rings"])
 def _enter_window(
     ids, counts, window, window_counts, state, capacity, num_rings, BLOCK: tl.constexpr
 ):
@@ -194,7 +194,7 @@ def _enter_window(
         tl.store(window_counts + row * COUNT_WORDS + word, tl.load(counts + word))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity", "num_rings"])
 def _leave_window(
     ids, counts, window, window_counts, fresh_counts, state, capacity, num_rings,
     BLOCK: tl.constexpr,
@@ -210,7 +210,7 @@ def _leave_window(
         tl.store(window_counts + row * COUNT_WORDS + word, tl.load(fresh_counts + word))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rings"])
 def _step_on(state, num_rings, WORD: tl.constexpr):
     """The next ring is read or written next; when one is written, a batch more is expected."""
     tl.store(state + WORD, (tl.load(state + WORD) + 1) % num_rings)
