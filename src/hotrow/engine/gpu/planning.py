@@ -32,7 +32,8 @@ from hotrow.inputs.batch import Batch, is_pooled, lookups_of
 from hotrow.inputs.room import Room
 from hotrow.inputs.spread import Columns, columns_of
 from hotrow.kernels.triton import words
-from hotrow.kernels.triton.plan import count_traffic, plan_everything
+from hotrow.kernels.triton.plan import plan_everything
+from hotrow.kernels.triton.traffic import count_traffic
 from hotrow.kernels.triton.window import announce, globalise
 from hotrow.support.streams import Mark
 
