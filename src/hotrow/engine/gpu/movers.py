@@ -119,7 +119,8 @@ class ZeroCopy(DeviceNoMoves):
 
     def rehearse(self, buffers: PlanBuffers) -> None:
         memory = self._memory
-        self._launch_fill(buffers, buffers.leaving, 1)
+        if memory.host.is_locked:
+            self._launch_fill(buffers, buffers.leaving, 1)
         self._start_moves(buffers)
         none = torch.full((16,), -1, device=memory.slots.device)
         rows = torch.zeros(len(none), self._width, device=none.device)
