@@ -190,7 +190,8 @@ class StandIns:
             for place in other:
                 grad = self.parameters[place].grad
                 if grad is None:  # as if it were untouched
-                    now[place, 0], now[place, 1] = self._norms[place], MARK
+                    now[place, :1] = self._norms[place : place + 1]
+                    now[place, 1:].fill_(MARK)  # to assign a number would copy it from the host
                 else:
                     now[place] = _values_of(grad)
         return now
