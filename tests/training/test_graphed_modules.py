@@ -150,7 +150,7 @@ def squares(found: Tensor, labels: Tensor) -> Tensor:
 
 
 MAKES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.3),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.03),
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, initial_accumulator_value=0.01),
 }
 Bits = dict[str, Tensor]
