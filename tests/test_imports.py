@@ -31,6 +31,7 @@ PACKAGES = [
     "store",
     "engine",
     "sizing",
+    "distributed",
     "embedding",
     "training",
     "systems",

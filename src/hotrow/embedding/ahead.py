@@ -138,6 +138,7 @@ class Ahead:
         else:
             for collection in self._collections.values():
                 collection.pipeline.thread.iterate()
+                collection.pipeline.settle_grads()
         assert self._running is not None
         assert self._reader is not None
         draws = self._reader.draws
@@ -145,6 +146,8 @@ class Ahead:
         try:
             ticket = next(self._running)
             assert isinstance(ticket, ReadBatch)
+            if ticket.is_foreign:
+                raise StopIteration  # hotrow.join serves the other ranks
             self._reader.check(ticket)
             self._refuse_changed_ids()
         except StopIteration:

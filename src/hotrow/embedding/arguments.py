@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hotrow.distributed.ranks import RankError, Ranks
 from hotrow.inputs.tables import EmbeddingBagConfig
 from hotrow.kernels.rules import RowRule
 
@@ -65,9 +67,24 @@ def check_arguments(
             raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
 
 
-def drawn_seed() -> int:
-    """Draw a seed from torch's default generator, as nn.Embedding draws its weights."""
-    return int(torch.randint(2**63 - 1, (), device="cpu"))
+def drawn_seed(ranks: Ranks | None = None) -> int:
+    """Draw a seed from torch's default generator, as nn.Embedding draws its weights; on several
+    ranks the first one's holds."""
+    seed = int(torch.randint(2**63 - 1, (), device="cpu"))
+    return seed if ranks is None else int(ranks.texts(str(seed), ranks.training)[0])
+
+
+def check_alike(ranks: Ranks, facts: Mapping[str, object]) -> None:
+    """Raise on all ranks if they build different collections."""
+    mine = {name: str(value) for name, value in facts.items()}
+    every = [json.loads(text) for text in ranks.texts(json.dumps(mine), ranks.training)]
+    for rank, other in enumerate(every):
+        for name in mine:
+            if other[name] != every[0][name]:
+                raise RankError(
+                    f"ranks build different collections: {name} is {every[0][name]} on rank 0 and "
+                    f"{other[name]} on rank {rank}"
+                )
 
 
 def read_device(device: str | torch.device) -> torch.device:
@@ -128,7 +145,7 @@ def refuse_replicas() -> None:
         size = distributed.get_world_size()
         if size > 1:
             raise RuntimeError(
-                f"a process group of {size} ranks is running; each rank would train its own "
-                "copy of the rows and they would silently diverge. This version trains on one "
-                "device: run one process"
+                f"a process group of {size} ranks is running, and this collection was built "
+                "before, so each rank would train a copy of its own and they would silently "
+                "diverge: call torch.distributed.init_process_group() first, and build it then"
             )

@@ -102,13 +102,15 @@ class CallLookups:
         if capturing():
             raise RuntimeError(f"the ids of module {call.table!r} are not those of a planned batch")
         joined = JoinedCalls([call])
-        group = self._rows.find(call.table)[0]
+        place = self._rows.groups.index(self._rows.find(call.table)[0])
+        group = self._rows.lookup_groups[place]
         planned = self._pipeline.plan_call(joined, group, is_first=is_first)
         return self._parts(planned, joined)[0]
 
     def _parts(self, planned: PlannedBatch, joined: JoinedCalls) -> dict[int, Tensor]:
         """Look up all calls of a batch; return vectors by the number of a call."""
         parts: dict[int, Tensor] = {}
+        self._pipeline.fetch(planned)
         for work in planned.works:
             numbers = joined.in_order(tuple(x.key for x in work.group.layout.features))
             if not numbers:

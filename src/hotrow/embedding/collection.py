@@ -17,12 +17,13 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
+from hotrow.distributed.ranks import Ranks, ranks_of
 from hotrow.embedding import dense_steps
 from hotrow.embedding.arguments import (
+    check_alike,
     check_arguments,
     drawn_seed,
     listed_tables,
-    refuse_replicas,
     usable_device,
 )
 from hotrow.embedding.call_lookups import CallLookups
@@ -54,6 +55,7 @@ from hotrow.store.traffic import Traffic
 from hotrow.support.numbers import plain
 from hotrow.support.streams import lanes_of
 from hotrow.support.threads import RowLock, TrainingThread
+from hotrow.support.version import __version__
 
 _UPDATES = "row_updates"  # in a state dict's metadata: the number of updates so far
 
@@ -105,19 +107,26 @@ class EmbeddingBagCollection(TorchSurface):
         engine: Engine | None = None,
         stand_ins: StandIns | None = None,
         expected_rule: RowRule | None = None,
+        process_group: Any = None,
     ) -> None:
         self._thread = TrainingThread()
         super().__init__()
-        refuse_replicas()
         _leave_out_of_graphs()
         _hear_of_freezing()
         dense_steps.watch()
         self.device = usable_device(device)
-        self.seed = drawn_seed() if seed is None else plain(seed)
+        self.ranks = ranks_of(process_group, self.device)
+        self.seed = drawn_seed(self.ranks) if seed is None else plain(seed)
         check_arguments(self.seed, optimizer, on_nonfinite, output_dtype, fill, update, idle)
         self.tables, self.update = listed_tables(tables), update
         self._is_weighted = is_weighted
         chosen = find_strategy(strategy)
+        if self.ranks is not None:
+            _check_ranks(self.ranks, chosen)
+            settings = (self.update, idle, on_nonfinite, output_dtype, is_weighted)
+            facts: dict[str, object] = {"hotrow": __version__, "torch": torch.__version__}
+            facts |= {"tables": self.tables, "optimizer": optimizer, "strategy": chosen.name}
+            check_alike(self.ranks, {**facts, "seed": self.seed, "settings": settings})
         if chosen.on_cpu_alone and self.device.type != "cpu":
             raise ValueError(
                 f"strategy {chosen.name!r} trains on the CPU alone; give device='cpu', or "
@@ -147,7 +156,10 @@ class EmbeddingBagCollection(TorchSurface):
         self._rows = build_rows(
             self.tables, self.optimizer, chosen, self.device, profile, budget, engine,
             lanes=self.lanes, lock=self.lock, seed=self.seed, output_dtype=output_dtype, fill=fill,
+            ranks=self.ranks,
         )  # fmt: skip
+        if self.ranks is not None:
+            self._rows.share(self.ranks)
         self._step = PendingStep(self._rows, on_nonfinite, self._thread)
         self.pipeline = Pipeline(self._rows, self._step, self._thread, self.features)
         self.pipeline.is_weighted = is_weighted
@@ -212,6 +224,7 @@ class EmbeddingBagCollection(TorchSurface):
             refuse_replaced_gradients()
             self._stand_ins.refuse_other_values()
         planned, vectors = self.pipeline.find_or_plan(features), []
+        self.pipeline.fetch(planned)
         is_weighted = weights_count(self._is_weighted, features)
         for work in planned.works:
             weights = None
@@ -229,21 +242,22 @@ class EmbeddingBagCollection(TorchSurface):
         turn = self.lock.turn(count_ids(features), beside_training=self._thread.is_elsewhere)
         with turn, torch.no_grad():
             batch = parse(features, self.features, self.device)
-            layouts = [group.layout for group in self.groups]
+            layouts = [group.layout for group in self._rows.lookup_groups]
             lookups = [lookups_of(batch, layout) for layout in layouts]
             if weights_count(self._is_weighted, features):
                 lookups = [
                     replace(x, weights=weights_of(features, x, layout))
                     for layout, x in zip(layouts, lookups, strict=True)
                 ]
-            vectors = zip(self._rows.read_vectors(lookups), lookups, strict=True)
+            bags = self._rows.read_vectors(lookups, aside=self._thread.is_elsewhere)
+            vectors = zip(bags, lookups, strict=True)
             split = [by_feature(bags, x) for bags, x in vectors]
         return self._embedded(batch, split)
 
     def _embedded(self, batch: Batch, vectors: Sequence[tuple[Any, ...]]) -> Embedded:
         """`vectors` of each group, as `by_feature` returns them."""
         named: dict[str, Tensor] = {}
-        for group, (_, *parts) in zip(self.groups, vectors, strict=True):
+        for group, (_, *parts) in zip(self._rows.lookup_groups, vectors, strict=True):
             names = [feature.name for feature in group.layout.features]
             named.update(zip(names, parts, strict=True))
         whole = vectors[0][0] if len(vectors) == 1 else None
@@ -371,17 +385,21 @@ class EmbeddingBagCollection(TorchSurface):
 
     # -- rows in and out ---------------------------------------------------------------
 
-    def rows(self, table: str) -> Iterator[tuple[int, Tensor]]:
+    def rows(self, table: str, dst: int | None = None) -> Iterator[tuple[int, Tensor]]:
         """Iterate over a table's rows with their state, in chunks: (first row, [n, dim + state]).
+
+        Several ranks iterate together, each to the end, and all get the chunks; with `dst`, that
+        rank alone.
 
         Each chunk is of one finished step. If another thread trains meanwhile, later chunks may be
         of later steps; `state_dict()` reads a whole table, and all tables, between two steps.
         """
-        return self.row_access.rows(table)
+        return self.row_access.rows(table, dst)
 
-    def weights(self, table: str) -> Iterator[tuple[int, Tensor]]:
-        """Iterate over the weights of a table in chunks: (first row, [n, dim])."""
-        return self.row_access.weights(table)
+    def weights(self, table: str, dst: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Iterate over the weights of a table in chunks: (first row, [n, dim]). Several ranks
+        iterate together, as over `rows`."""
+        return self.row_access.weights(table, dst)
 
     def weights_at(self, table: str, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Iterate over the weights of some rows, each listed once, in chunks: (places, [n, dim]).
@@ -399,6 +417,12 @@ class EmbeddingBagCollection(TorchSurface):
         return f"{self._prefix}.{table}.weight"
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self.ranks is not None and not self.row_access.is_apart:
+            raise RuntimeError(
+                f"state_dict() would need all rows of {self.ranks.size} ranks on one of them: use "
+                "hotrow.save_checkpoint, which every rank calls, or iterate on every rank over "
+                "embedding.weights(table, dst=0)"
+            )
         with self._rows.reading():  # all of one finished step
             for table in () if self.row_access.is_apart else self.tables:
                 weights = self.row_access.copy_weights(table.name)
@@ -500,6 +524,14 @@ class EmbeddingCollection(EmbeddingBagCollection):
     def __init__(self, tables: Sequence[EmbeddingBagConfig], *args: Any, **kwargs: Any) -> None:
         unpooled = [replace(table, pooling="none") for table in listed_tables(tables)]
         super().__init__(unpooled, *args, **kwargs)
+
+
+def _check_ranks(ranks: Ranks, strategy: Strategy) -> None:
+    if strategy.on_host:
+        raise ValueError(
+            f"strategy {strategy.name!r} trains on one rank so far, and there are {ranks.size}; "
+            "those with a budget, and 'all-fast', train on several"
+        )
 
 
 def _leaves_of(stand_ins: StandIns | None, anchor: Tensor, group: Group) -> Sequence[Tensor]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotrow.distributed.exchange import Shared
 from hotrow.embedding.arguments import refuse_replicas
 from hotrow.embedding.row_groups import Group, RowGroups
 from hotrow.embedding.step import PendingStep
@@ -53,6 +54,7 @@ class PlannedBatch:
     batch: Batch
     works: tuple[Work, ...]  # one per width group
     copies: tuple[Tensor, ...] = ()  # of the tensors; empty where a device compares ids
+    shared: Shared | None = None  # the batch as all ranks know it, if there are several
     # Vectors that modules have not taken yet, by the number of their call, and in which pass.
     served: dict[Any, Any] = field(default_factory=dict)
 
@@ -96,6 +98,8 @@ class Pipeline:
     ) -> None:
         self._rows, self._step, self.thread = rows, step, thread
         self._features = features
+        if rows.exchange is not None:
+            rows.exchange.propose_depth = self._own_useful_depth
         self.planned: deque[PlannedBatch] = deque()
         self.forget_planned()
         self._buffers: dict[Any, Tensor] = {}
@@ -119,10 +123,37 @@ class Pipeline:
         """Check a batch of ids, which is on `device` or anywhere; move nothing.
 
         If it is `held` until it is looked up, its ids are compared then with what they are now.
-        `only`: the one group that it looks up.
+        `only`: the one group that it looks up. Several ranks call this together.
         """
-        rows, groups = self._rows, self._rows.groups if only is None else [only]
-        first = rows.groups[0].planning  # all groups have the same kind of engine
+        if self._rows.exchange is None:
+            return self._prepared(features, device, held=held, only=only)
+        try:
+            planned = self._prepared(features, device, held=held, only=only)
+        except Exception as error:
+            self._rows.exchange.announce(error=error)
+            raise
+        return self._announced(planned, 0) or planned
+
+    def _announced(self, planned: PlannedBatch, same_as: int) -> PlannedBatch | None:
+        """Exchange the ids of a batch with other ranks; None: all look up the same as before."""
+        exchange = self._rows.exchange
+        assert exchange is not None
+        works: Any = planned.works
+        shared = exchange.announce(works, same_as=same_as)
+        return None if shared is None else replace(planned, shared=shared)
+
+    def end_batches(self, error: Exception | None = None) -> bool:
+        """Tell other ranks that this one has no further batch, or an error, where they have one.
+        Return whether this is so on all of them."""
+        exchange = self._rows.exchange
+        assert exchange is not None
+        return exchange.announce(error=error, ended=error is None) is None
+
+    def _prepared(
+        self, features: Any, device: torch.device | None, *, held: bool, only: Group | None
+    ) -> PlannedBatch:
+        groups = self._rows.lookup_groups if only is None else [only]
+        first = self._rows.lookup_groups[0].planning  # all groups have the same kind of engine
         is_joined = isinstance(features, JoinedCalls)
         if is_joined:
             features.check_offsets()
@@ -145,7 +176,9 @@ class Pipeline:
         with rows.lock.writing():
             self._allocate_slots(planned)
             with rows.lanes.on("plan"):
-                values = self._staged(planned.batch.values)
+                values = planned.batch.values
+                if rows.exchange is None:
+                    values = self._staged(values)
                 for work in planned.works:
                     work.group.planning.expect(work, values)
 
@@ -155,7 +188,15 @@ class Pipeline:
         for work in planned.works:
             work.arrive(batch)
         tensors = compared(features)
-        return PlannedBatch(features, tensors, versions_of(tensors), batch, planned.works)
+        return replace(
+            planned,
+            features=features,
+            compared=tensors,
+            versions=versions_of(tensors),
+            batch=batch,
+            copies=(),
+            served={},
+        )
 
     def part(self, planned: PlannedBatch, features: Any, first: int) -> PlannedBatch:
         """Return the samples of a planned batch from `first` on; `features` are their ids."""
@@ -208,19 +249,30 @@ class Pipeline:
     def plan_call(self, call: JoinedCalls, group: Group, *, is_first: bool) -> PlannedBatch:
         """Plan what a module looks up in a group, or let it take the direct path: while batches
         are planned, and the first time, when slots are not allocated."""
-        refuse_replicas()
+        self._refuse_replicas()
         planned = self.prepare(call, self._rows.device, only=group)
         self._start(planned, direct=is_first or self.finish_abandoned() is not None)
         return planned
 
     def _plan_now(self, features: Any) -> PlannedBatch:
         """Plan ids that were not announced, or read them directly while others are planned."""
-        refuse_replicas()
-        planned = self.prepare(features, self._rows.device)
+        self._refuse_replicas()
+        exchange, device = self._rows.exchange, self._rows.device
+        try:
+            planned = self._prepared(features, device, held=False, only=None)
+        except Exception as error:
+            if exchange is not None:
+                exchange.announce(error=error)
+            raise
         # The model may have built the same ids anew; a loop may have taken several batches.
-        for recent in islice(reversed(self.planned), _RECENT):
-            if planned.reads_like(recent):
-                return recent
+        every = islice(reversed(self.planned), _RECENT)
+        known = next((recent for recent in every if planned.reads_like(recent)), None)
+        if exchange is not None:  # ranks agree on it
+            same_as = 0 if known is None or known.shared is None else known.shared.serial
+            announced = self._announced(planned, same_as)
+            known, planned = (None, announced) if announced is not None else (known, planned)
+        if known is not None:
+            return known
         running = self.finish_abandoned() is not None
         if running and not self._warned and not self.is_learning:
             self._warned = True
@@ -236,10 +288,28 @@ class Pipeline:
         rows = self._rows
         rows.lanes.trains_here()
         with rows.lock.writing():
-            outside = [work for work in planned.works if direct and work.group.go_direct(work)]
-            if len(outside) < len(planned.works):
+            works = [work.moving for work in planned.works]
+            outside = [work for work in works if direct and work.group.go_direct(work)]
+            if len(outside) < len(works):
                 self._allocate_slots(planned)
-        at_once([work for work in planned.works if work not in outside], rows.lanes)
+        if rows.exchange is not None and rows.device.type != "cpu":
+            for shared in planned.works:
+                shared.arrive(planned.batch)
+        at_once([work for work in works if work not in outside], rows.lanes)
+
+    def _refuse_replicas(self) -> None:
+        if self._rows.exchange is None:
+            refuse_replicas()
+
+    def fetch(self, planned: PlannedBatch) -> None:
+        """Get the vectors of a batch from the ranks that own its rows, if there are several."""
+        if self._rows.exchange is not None and planned.shared is not None:
+            self._rows.exchange.fetch(planned.shared, self._rows.version)
+
+    def settle_grads(self) -> None:
+        """Take part where other ranks exchange gradients of a batch that has none here."""
+        if self._rows.exchange is not None:
+            self._rows.exchange.settle_grads()
 
     # -- memory for plans --------------------------------------------------------------
 
@@ -252,7 +322,8 @@ class Pipeline:
                 f"no feature {min(unknown)!r}; there are {few(map(repr, self._features))}"
             )
         groups = self._rows.groups
-        per_sample = [sum(counts[key] for key in group.layout.keys) for group in groups]
+        layouts = [group.layout for group in self._rows.lookup_groups]
+        per_sample = [sum(counts[key] for key in layout.keys) for layout in layouts]
         sizes = [batch_size * count for count in per_sample]
         with self._rows.lock.writing():
             self._rows.make_room(sizes)
@@ -263,7 +334,7 @@ class Pipeline:
         planned = self.prepare(features)
         with self._rows.lock.writing():
             self._make_room(planned)
-        for work in planned.works:
+        for work in (work.moving for work in planned.works):
             work.group.expected_rows = work.count_distinct()
 
     def _make_room(self, first: PlannedBatch) -> None:
@@ -271,7 +342,8 @@ class Pipeline:
         if self._rows.can_resize and len(first.works) == len(self._rows.groups):
             # Where sizes change, larger ones will come, and `Room` rounds them up.
             spare = 0.0 if first.batch.offsets is None else 1 / 3
-            sizes = [work.group.plan_room.size_for(work, spare=spare) for work in first.works]
+            works = [work.moving for work in first.works]
+            sizes = [work.group.plan_room.size_for(work, spare=spare) for work in works]
             self._rows.make_room(sizes)
 
     def _allocate_slots(self, first: PlannedBatch) -> None:
@@ -313,7 +385,7 @@ class Pipeline:
                 "each other's rows. For validation inside its loop call the model directly, "
                 "without ahead; else finish the first one's loop, or call its close()"
             )
-        refuse_replicas()
+        self._refuse_replicas()
         self.thread.iterate()
         for group in self._rows.every_group:
             group.planning.take_changed()  # of a pass that ended with an error
@@ -421,7 +493,12 @@ class Pipeline:
         self._rows.strategy = strategy
 
     def useful_depth(self) -> int:
-        """Return how many batches ahead are worth knowing, within the budget's bytes for ids."""
+        """Return how many batches ahead are worth knowing, within the budget's bytes for ids. On
+        several ranks all have to know equally many: what they agreed on with the newest batch."""
+        exchange = self._rows.exchange
+        return self._own_useful_depth() if exchange is None else exchange.agreed_depth
+
+    def _own_useful_depth(self) -> int:
         depths = [
             depth for group in self._rows.groups if (depth := group.planning.depth()) is not None
         ]

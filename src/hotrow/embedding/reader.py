@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from hotrow.distributed.exchange import is_told
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.embedding.module_ids import ServedModules
 from hotrow.embedding.pipeline import PlannedBatch
@@ -104,8 +105,12 @@ class ReadBatch(Ticket):
         planned: PlannedBatches = (),
         names: Sequence[str] = (),
         error: Exception | None = None,
+        is_foreign: bool = False,
     ) -> None:
-        super().__init__(batch, [work for _, part in planned for work in part.works], error)
+        """`is_foreign`: other ranks train a batch, and this one has none left."""
+        self.is_foreign = is_foreign
+        works = [work.moving for _, part in planned for work in part.works]
+        super().__init__(batch, works, error)
         self.by_collection, self.names = planned, names
         self.loader_state: Any = None
         self.number = 0  # in its pass
@@ -188,6 +193,7 @@ class Reader:
         self._count = 0
         self.yielded = 0
         self._groups = [group for c in collections.values() for group in c.groups]
+        self._shared = [c for c in collections.values() if c.ranks is not None]
         self._asked = self._last_useful = 0
         if self._landing is not None:
             self._landing.begin(self.lane)
@@ -246,7 +252,7 @@ class Reader:
     def _upload(self, read: ReadBatch) -> ReadBatch:
         """Move the batch itself to the device: only its ids went there before."""
         device, landing = self.lanes.device, self._landing
-        if device.type == "cpu" and landing is None:
+        if (device.type == "cpu" and landing is None) or read.is_foreign:
             return read
         read.error = read.error or self._why_changed(read)
         if read.error is None:
@@ -373,6 +379,8 @@ class Reader:
 
     def _wanted(self) -> int:
         """Return how many batches are to be known."""
+        if self._shared:  # what ranks agreed on has their limits
+            return 1 + int(self._useful())
         most = [group.planning.most_ahead for group in self._groups]
         limits = [count for count in most if count is not None]
         return 1 + int(min([self._useful(), *limits]))
@@ -403,6 +411,8 @@ class Reader:
                 held, batch = batch, batch.batch
             self._count += 1
         except StopIteration:
+            if self._shared and not self._ends_everywhere():
+                return
             self._exhausted = True
             if self._count == 0:
                 raise ValueError(
@@ -412,12 +422,15 @@ class Reader:
             return
         except Exception as error:
             # It is raised when the batches before it have been trained.
+            self._tell(error)
             self._end_with(error)
             return
         parted = batch if isinstance(batch, Parted) else None
         try:
             read = self._prepare(batch if parted is None else parted.batch, parted)
         except Exception as error:
+            if not is_told(error):
+                self._tell(error)
             self._end_with(error)
             return
         if self.saves_loader:
@@ -430,6 +443,33 @@ class Reader:
             held.note_computed()
         read.held, read.number = held, self._count - 1
         self._known.append(read)
+
+    def _tell(self, error: Exception | None) -> bool:
+        """Tell other ranks that this one has an error, or no further batch. Return whether no rank
+        has one."""
+        ended = True
+        for collection in self._shared:
+            if collection.training and not self._served.is_learning:
+                try:
+                    ended &= collection.pipeline.end_batches(error)
+                except Exception:
+                    if error is None:
+                        raise
+                    break  # the same error
+        return ended
+
+    def _ends_everywhere(self) -> bool:
+        """Whether all ranks are out of batches. Inside of hotrow.join others may have some: this
+        one goes on taking part while its own batches are trained."""
+        try:
+            ended = self._tell(None)
+        except Exception as error:
+            self._end_with(error)
+            return False
+        if not ended:
+            self._count += 1
+            self._known.append(ReadBatch(None, is_foreign=True))
+        return ended
 
     def _end_with(self, error: Exception) -> None:
         self._exhausted = True

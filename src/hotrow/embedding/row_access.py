@@ -17,6 +17,7 @@ from hotrow.support.messages import warn
 from hotrow.support.numbers import whole
 
 _LEAST_CHUNK = 1024
+_SHARED_CHUNK = 1 << 14  # rows that ranks read together
 
 
 def _chunk_of(group: Group) -> int:
@@ -45,24 +46,39 @@ class RowAccess:
 
     # -- chunks ------------------------------------------------------------------------
 
-    def rows(self, table: str) -> Iterator[tuple[int, Tensor]]:
-        group, _, size = self._rows.find(table)  # a wrong name is refused before the first chunk
-        step = _chunk_of(group)
+    def rows(self, table: str, dst: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield chunks of rows. Several ranks call this together; `dst`: the one that gets them."""
+        size = self._rows.size_of(table)  # a wrong name is refused before the first chunk
+        step = self._step_of(table)
 
         def chunks() -> Iterator[tuple[int, Tensor]]:
             for first in range(0, size, step):
-                yield first, self._gather(table, torch.arange(first, min(first + step, size)))
+                rows = torch.arange(first, min(first + step, size))
+                if dst is None or self._is_here(dst):
+                    yield first, self._gather(table, rows)
+                else:
+                    self._gather(table, rows[:0])  # this rank only serves
 
         return chunks()
 
-    def weights(self, table: str) -> Iterator[tuple[int, Tensor]]:
-        dim, rows = self._rows.find(table)[0].dim, self.rows(table)
+    def _is_here(self, dst: int) -> bool:
+        exchange = self._rows.exchange
+        return (0 if exchange is None else exchange.ranks.rank) == dst
+
+    def _step_of(self, table: str) -> int:
+        """Return how many rows to read at once: on several ranks the same number on each."""
+        if self._rows.exchange is not None:
+            return _SHARED_CHUNK
+        return _chunk_of(self._rows.find(table)[0])
+
+    def weights(self, table: str, dst: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        dim, rows = self._rows.find(table)[0].dim, self.rows(table, dst)
         return ((first, chunk[:, :dim].clone()) for first, chunk in rows)
 
     def weights_at(self, table: str, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        group, _, size = self._rows.find(table)
-        rows = row_numbers(table, rows, size)
-        step, dim = _chunk_of(group), group.dim
+        group = self._rows.find(table)[0]
+        rows = row_numbers(table, rows, self._rows.size_of(table))
+        step, dim = self._step_of(table), group.dim
 
         def chunks() -> Iterator[tuple[slice, Tensor]]:
             for first in range(0, len(rows), step):
@@ -73,8 +89,7 @@ class RowAccess:
 
     def copy_weights(self, table: str) -> Tensor:
         """Return a copy of all weights of a table, [rows, dim]."""
-        group, _, size = self._rows.find(table)
-        copy = torch.empty(size, group.dim)
+        copy = torch.empty(self._rows.size_of(table), self._rows.find(table)[0].dim)
         for first, weights in self.weights(table):
             copy[first : first + len(weights)] = weights
         return copy
@@ -103,12 +118,22 @@ class RowAccess:
 
     def _gather(self, table: str, rows: Tensor) -> Tensor:
         """Return rows of a table with their state, each listed once, as of one finished step."""
+        exchange = self._rows.exchange
+        if exchange is not None:
+            place = self._rows.groups.index(self._rows.find(table)[0])
+            layout = self._rows.lookup_groups[place].layout
+            base = layout.bases[[x.name for x in layout.tables].index(table)]
+            ordered, order = (rows + base).sort()
+            found = exchange.read_rows(place, ordered).cpu()
+            out = torch.empty_like(found)
+            out[order] = found
+            return out
         with self._rows.reading():
             group, base, _ = self._rows.find(table)
             return group.gather(rows + base, out=torch.empty(len(rows), group.width))
 
     def load_weights(self, table: str, first: int, weights: Tensor) -> None:
-        group, _, size = self._rows.find(table)
+        group, size = self._rows.find(table)[0], self._rows.size_of(table)
         first = whole("first", first)
         fits = weights.dim() == 2 and weights.shape[1] == group.dim
         if not fits or first < 0 or first + len(weights) > size:
@@ -131,11 +156,10 @@ class RowAccess:
         with self._rows.lock.writing():
             self._rows.is_fresh = False
             self._rows.version += 1
-            group, base, _ = self._rows.find(table)
-            for chunk in torch.arange(len(values)).split(_chunk_of(group)):
-                ids = chunk + first + base
+            for chunk in torch.arange(len(values)).split(_chunk_of(self._rows.find(table)[0])):
+                group, mine, ids = self._rows.ids_of(table, chunk + first)
                 rows = group.gather(ids, out=torch.empty(ids.numel(), group.width))
-                rows[:, columns] = values[chunk].detach().to(rows)
+                rows[:, columns] = values[chunk if mine is None else chunk[mine]].detach().to(rows)
                 group.scatter(ids, rows)
             self._rows.lanes.read_here()  # training in another stream waits for these rows
 
@@ -152,12 +176,12 @@ class RowAccess:
 
     def state_shapes(self, table: str) -> dict[str, tuple[int, int]]:
         """Return the shape of each piece of optimizer state of a table."""
-        size = self._rows.find(table)[2]
+        size = self._rows.size_of(table)
         return {name: (size, width) for name, width in self.state_widths(table).items()}
 
     def copy_state(self, table: str) -> dict[str, Tensor]:
         """Return the optimizer state of a table's rows, a tensor for each piece."""
-        group, _, size = self._rows.find(table)
+        group, size = self._rows.find(table)[0], self._rows.size_of(table)
         widths = self.state_widths(table)
         state = {name: torch.empty(size, width) for name, width in widths.items()}
         with self.reading():
@@ -168,7 +192,7 @@ class RowAccess:
 
     def check_state(self, table: str, state: Mapping[str, Any]) -> None:
         """Raise if state does not fit a table or its optimizer."""
-        size, widths = self._rows.find(table)[2], self.state_widths(table)
+        size, widths = self._rows.size_of(table), self.state_widths(table)
         foreign = [name for name in state if name != "step" and name not in widths]
         if foreign:
             raise ValueError(

@@ -15,6 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotrow.distributed.exchange import Exchange
+from hotrow.distributed.owners import GroupOwners, owned_counts
+from hotrow.distributed.ranks import Ranks
+from hotrow.distributed.shared_rows import SharedRows
 from hotrow.embedding.arguments import row_numbers
 from hotrow.embedding.optimizer import RowOptimizer
 from hotrow.engine.gpu.plan_room import make_room
@@ -24,7 +28,7 @@ from hotrow.engine.row_sums import WAITING
 from hotrow.engine.rows import RowGroup, cpu_rows
 from hotrow.engine.stages import SPLIT
 from hotrow.engine.strategy import Strategy
-from hotrow.inputs.batch import Lookups
+from hotrow.inputs.batch import Lookups, no_lookups
 from hotrow.inputs.tables import Copied, EmbeddingBagConfig, group_by_width
 from hotrow.kernels.rules import RowRule
 from hotrow.sizing.budgets import AUTO, auto_budget, buffer_part_of
@@ -68,8 +72,16 @@ class GroupBuilder:
         strategy: Strategy,
         device: torch.device,
         profile: Profile | None,
+        ranks: Ranks | None = None,
+        seed: int = 0,
     ) -> None:
         self.layouts = group_by_width(tables)
+        self.owners: list[GroupOwners] = []
+        if ranks is not None:
+            self.owners = [GroupOwners(layout, ranks.size) for layout in self.layouts]
+            self.layouts = [owners.owned(ranks.rank, seed) for owners in self.owners]
+            if profile is not None:
+                profile = owned_counts(self.owners, ranks.rank, profile)
         self._tables, self._optimizer = tables, optimizer
         self._strategy, self._device, self._profile = strategy, device, profile
         rule = optimizer.rule
@@ -195,18 +207,29 @@ def build_rows(
     profile: Profile | None,
     budget: str | float | Budget | None,
     engine: Engine,
+    ranks: Ranks | None = None,
     **options: Any,
 ) -> RowGroups:
-    """Build the rows of a collection; `options` are those of `GroupBuilder.build`."""
-    builder = GroupBuilder(tables, optimizer, strategy, device, profile)
+    """Build the rows of a collection; `options` are those of `GroupBuilder.build`. With `ranks`,
+    build those that this rank owns."""
+    builder = GroupBuilder(tables, optimizer, strategy, device, profile, ranks, options["seed"])
     shared = builder.divide(budget)
     builder.check_free_memory(shared)
-    rows = builder.build(engine, shared, **options)
+    whole = dict(options)
+    if ranks is not None:
+        whole["output_dtype"] = torch.float32  # of vectors that are not pooled yet
+    rows = builder.build(engine, shared, **whole)
     rows.num_rows, rows.bytes_total = builder.num_rows, builder.bytes_total
     rows.is_fresh = not any(isinstance(table.start, Copied) for table in tables)
     rows.build_again = partial(
-        build_rows, tables, optimizer, strategy, device, profile, budget, engine, **options
+        build_rows, tables, optimizer, strategy, device, profile, budget, engine, ranks, **options
     )
+    if ranks is not None:
+        pairs = zip(builder.owners, rows.groups, strict=True)
+        rows.lookup_groups = [SharedRows(x, group, options["output_dtype"]) for x, group in pairs]
+        for table in tables:
+            if isinstance(table.start, Copied):
+                table.start.held.clear()  # every rank has taken its rows
     return rows
 
 
@@ -227,6 +250,8 @@ class RowGroups:
     """
 
     groups: Sequence[Group]
+    # What batches are looked up in: the groups themselves, or on several ranks the rows of all.
+    lookup_groups: Sequence[Any]
     strategy: Strategy
     num_rows: int
     bytes_total: int  # of all rows with their state
@@ -244,6 +269,7 @@ class RowGroups:
         self.tables, self.optimizer, self.device = tables, optimizer, device
         self.lanes, self.lock, self.window_bytes = lanes, lock, window_bytes
         self.budget_bytes = 0  # of which plans take a part; 0: slots are allocated
+        self.exchange: Exchange | None = None  # with other ranks
         self.inactive: InactiveEngine | None = None
         self.is_fresh = True  # every row is as it starts; False: perhaps not
         self.version = 0  # how often rows were updated or replaced
@@ -270,12 +296,40 @@ class RowGroups:
             if not self.is_fresh:
                 for old, new in zip(self.groups, others.groups, strict=True):
                     _copy_weights(old, new)
+            shared = self.lookup_groups
             self.activate(others.groups, others.strategy)
+            if self.exchange is not None:
+                self.lookup_groups = shared
+                for group, inner in zip(shared, self.groups, strict=True):
+                    group.use(inner)
             self.budget_bytes, self.window_bytes = others.budget_bytes, others.window_bytes
             self.bytes_total, self.build_again = others.bytes_total, others.build_again
 
     def activate(self, groups: Sequence[Group], strategy: Strategy) -> None:
         self.groups, self.strategy = groups, strategy
+        self.lookup_groups = groups
+
+    def share(self, ranks: Ranks) -> None:
+        """Exchange rows with other ranks from now on."""
+        names = [table.name for table in self.tables]
+        writing, reading = self.lock.writing, self.reading
+        self.exchange = Exchange(ranks, self.lookup_groups, names, self.lanes, writing, reading)
+
+    def ids_of(self, table: str, rows: Tensor) -> tuple[Group, Tensor | None, Tensor]:
+        """Return the group of a table, which of some of its rows are here (None: all of them), and
+        the ids of these."""
+        group, base, _ = self.find(table)
+        if self.exchange is None:
+            return group, None, rows + base
+        shared = self.lookup_groups[self.groups.index(group)]
+        place = [x.name for x in group.layout.tables].index(table)
+        mine, ids = shared.owners.own_numbers(self.exchange.ranks.rank, place, rows)
+        return group, mine, ids
+
+    def size_of(self, table: str) -> int:
+        """Return the number of rows of a table, on all ranks."""
+        self.find(table)  # raises if there is none
+        return next(x.num_embeddings for x in self.tables if x.name == table)
 
     def switch(self) -> int:
         """Let the inactive engine train; return the bytes of the rows that are in slots."""
@@ -349,8 +403,11 @@ class RowGroups:
                 for group in self.groups:
                     group.settle()
 
-    def read_vectors(self, lookups: Sequence[Lookups]) -> list[Tensor]:
-        """Read the bags of each group as of one finished step; change no map, hold or counter."""
+    def read_vectors(self, lookups: Sequence[Lookups], *, aside: bool = False) -> list[Tensor]:
+        """Read the bags of each group as of one finished step; change no map, hold or counter.
+        `aside`: from a thread beside the one that trains."""
+        if self.exchange is not None:
+            return self.exchange.read_vectors(lookups, aside=aside)
         while True:
             groups = self.groups
             parts = [group.parts_of(x) for group, x in zip(groups, lookups, strict=True)]
@@ -361,6 +418,11 @@ class RowGroups:
 
     def read_table(self, table: str, lookups: Callable[[Group], Lookups]) -> Tensor:
         """Read bags of one table as `read_vectors` does."""
+        if self.exchange is not None:
+            place = self.groups.index(self.find(table)[0])
+            every = [no_lookups(len(x.layout.features), x.device) for x in self.lookup_groups]
+            every[place] = lookups(self.lookup_groups[place])
+            return self.exchange.read_vectors(every, aside=False)[place]
         while True:
             groups, group = self.groups, self.find(table)[0]
             parts = group.parts_of(lookups(group))
@@ -372,8 +434,9 @@ class RowGroups:
         """Freeze rows by table, and no others; None: forget the bits as well."""
         ids: list[list[Tensor]] = [[torch.empty(0, dtype=torch.int64)] for _ in self.groups]
         for table, numbers in ({} if rows is None else rows).items():
-            group, base, size = self.find(table)
-            ids[self.groups.index(group)].append(row_numbers(table, numbers, size).cpu() + base)
+            numbers = row_numbers(table, numbers, self.size_of(table)).cpu()
+            group, _, mine = self.ids_of(table, numbers)
+            ids[self.groups.index(group)].append(mine)
         with self.lock.writing():
             for group, frozen in zip(self.groups, ids, strict=True):
                 group.freeze(None if rows is None else torch.cat(frozen).unique())

@@ -135,6 +135,11 @@ class StandIns:
         self._grads[:, 0, 0].zero_()
         self._grads[:, 0, 1].fill_(MARK)
 
+    def change_norms(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace the norms that were written, before they are published."""
+        self._norms.copy_(change(self._norms))
+        self._grads[:, 0, 0] = self._norms
+
     def publish(self, places: Sequence[int]) -> None:
         """Give these tables their gradients."""
         for place in places:

@@ -6,16 +6,17 @@ Knows when gradients arrive and which rows they are for; where rows are is the g
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from hotrow.distributed.exchange import Grads, OwnGrads
 from hotrow.embedding import dense_steps
 from hotrow.embedding.row_groups import Group, RowGroups
 from hotrow.embedding.stand_ins import stand_in_of
@@ -23,13 +24,14 @@ from hotrow.embedding.waiting import WaitingGrads
 from hotrow.engine.row_sums import RowSums
 from hotrow.engine.split_batch import Place
 from hotrow.engine.work import Work
-from hotrow.inputs.batch import Lookups
+from hotrow.inputs.batch import Lookups, no_lookups
 from hotrow.kernels import reference
 from hotrow.support.interrupts import uninterrupted
 from hotrow.support.messages import warn
 from hotrow.support.streams import capturing
 from hotrow.support.threads import Call, TrainingThread
 
+_NO_LOOKUPS = no_lookups(0)
 _MOST_CHECKS = 64  # a loop may train rows alone, beside a dense part that is trained elsewhere
 
 
@@ -201,6 +203,14 @@ class _RowGrads:
         return self.of_rows
 
 
+class _Arrived(NamedTuple):
+    """Gradients of one width."""
+
+    place: int  # of the group
+    group: Any
+    grads: list[_RowGrads]
+
+
 class _Promise:
     """A callback of autograd: called when a backward pass succeeds, and freed when it fails."""
 
@@ -233,6 +243,8 @@ class PendingStep:
         # For the step of an optimizer; None: the end of a backward pass is the step.
         self.for_step: WaitingGrads | None = None
         self._fuses = False  # the step comes at once, so the end of the pass may update rows
+        if rows.exchange is not None:
+            rows.exchange.on_grads = self._apply
         self._stream: torch.cuda.Stream | None = None  # where the newest gradients were made
 
     @property
@@ -363,14 +375,21 @@ class PendingStep:
     @torch.no_grad()  # waiting gradients may have graphs, as of learned per-sample weights
     def finish(self) -> None:
         """Update every row that has a gradient, once."""
-        with self.writing():
-            self._finish()
+        exchange = self._rows.exchange
+        if exchange is None:
+            with self.writing():
+                self._apply_all(*self._take())
+            return
+        by_group, tables = self._take()
+        grads = {place: Grads(*_join(group, x)) for place, group, x in by_group}
+        exchange.send_grads(grads, tables)  # calls `_apply` with what came
 
-    def _finish(self) -> None:
+    def _take(self) -> tuple[list[_Arrived], tuple[str, ...]]:
+        """Take the gradients that wait, by group, and the tables that have one."""
         waiting = sorted(self._waiting, key=lambda x: x.call.number)
         self._waiting.clear()
         if not waiting:
-            return
+            return [], ()
         if any(not x.work.group.active for x in waiting):
             raise RuntimeError(
                 "gradients came of a lookup from before train_on_host() or train_in_slots(), and "
@@ -379,23 +398,38 @@ class PendingStep:
         if any(x.work.whole is not None for x in waiting):
             waiting = _whole(waiting)
         by_group = [
-            (group, row_grads)
-            for group in self._rows.groups
+            _Arrived(place, group, row_grads)
+            for place, group in enumerate(self._rows.lookup_groups)
             if (row_grads := [x for x in waiting if x.work.group is group])
         ]
-        tables = self._tables_in(by_group)
+        return by_group, self._tables_in(by_group)
+
+    def _apply(self, own: Sequence[OwnGrads], tables: Collection[str]) -> None:
+        """Update the rows that this rank owns, from the gradients of all ranks."""
+        by_group = []
+        for x in own:
+            grads = _RowGrads(_Call(0, -1), x.work, _NO_LOOKUPS, None, (x.ids, x.grads), None)
+            if x.work is not None:
+                grads = _RowGrads(grads.call, x.work, x.work.lookups, x.grads, None, None)
+            by_group.append(_Arrived(x.place, self._rows.groups[x.place], [grads]))
+        self._apply_all(by_group, tuple(tables))
+
+    def _apply_all(self, by_group: Sequence[_Arrived], tables: tuple[str, ...]) -> None:
+        """Update rows, or let their gradients wait for the step of an optimizer."""
+        if not tables:
+            return
         if self.for_step is not None and not self._fuses:
-            self.for_step.add(
-                {self._rows.groups.index(group): _sums(group, x) for group, x in by_group}, tables
-            )
+            with self.writing():
+                self.for_step.add({place: _sums(group, x) for place, group, x in by_group}, tables)
+            self.for_step.publish()
             return
         if self.at_once:
-            with uninterrupted():
+            with self.writing(), uninterrupted():
                 if capturing():  # nothing has run yet; a replay counts
                     self._optimizer.capture_step(tables)
                 else:
                     self._count_step(tables)
-                for group, row_grads in by_group:
+                for _, group, row_grads in by_group:
                     only = row_grads[0]
                     if (
                         len(row_grads) > 1
@@ -404,13 +438,13 @@ class PendingStep:
                     ):
                         _update(group, *_join(group, row_grads))
             return
-        updates = [(group, *_join(group, row_grads)) for group, row_grads in by_group]
+        updates = [(group, *_join(group, row_grads)) for _, group, row_grads in by_group]
         if self.grad_scale is not None:
             scale = getattr(self.grad_scale, "get_scale", lambda: self.grad_scale)()
             updates = [(group, ids, grads / scale, work) for group, ids, grads, work in updates]
         if self._skip(updates):
             return
-        with uninterrupted():
+        with self.writing(), uninterrupted():
             self._count_step(tables)
             for update in updates:
                 _update(*update)
@@ -425,19 +459,14 @@ class PendingStep:
         """Update the rows of some tables from the gradients that wait for an optimizer's step.
         Nothing changes if `is_skipped`, which the host does not read, is not 0."""
         assert self.for_step is not None
-        with self.writing():
-            if self._on_nonfinite != "propagate":
-                bad = self.for_step.bad_row(tables)
-                if bad is not None and self._on_nonfinite == "skip":
-                    return
-                if bad is not None:
-                    raise self._not_finite(*bad)
-            with uninterrupted():
-                if capturing():  # nothing has run yet; a replay counts
-                    self._optimizer.capture_step(tuple(tables))
-                else:
-                    self._count_step(tuple(tables))
-                self.for_step.step(tables, is_skipped)
+        if self._on_nonfinite != "propagate" and self._refuse(self.for_step.bad_row(tables)):
+            return
+        with self.writing(), uninterrupted():
+            if capturing():  # nothing has run yet; a replay counts
+                self._optimizer.capture_step(tuple(tables))
+            else:
+                self._count_step(tuple(tables))
+            self.for_step.step(tables, is_skipped)
 
     def _not_finite(self, row: str, value: float) -> FloatingPointError:
         return FloatingPointError(
@@ -450,18 +479,18 @@ class PendingStep:
         self._rows.version += 1
         self._updated_at = self._added_at
 
-    def _tables_in(self, by_group: Sequence[tuple[Group, list[_RowGrads]]]) -> tuple[str, ...]:
+    def _tables_in(self, by_group: Sequence[_Arrived]) -> tuple[str, ...]:
         """Return the tables whose vectors have a gradient: this step is theirs alone."""
         names = self._optimizer.names
         if len(by_group) == len(self._rows.groups) and all(
             row_grads.x.used is None and not row_grads.x.parts
-            for _, waiting in by_group
+            for _, _, waiting in by_group
             for row_grads in waiting
         ):
             return tuple(names)
         used = {
             group.layout.tables[group.layout.features[row_grads.x.feature_of(part)].table].name
-            for group, waiting in by_group
+            for _, group, waiting in by_group
             for row_grads in waiting
             for part in range(len(row_grads.x.part_sizes))
             if row_grads.x.used is None or row_grads.x.used[part]
@@ -491,12 +520,23 @@ class PendingStep:
                 finite |= ~trained.unsqueeze(1)
             if bool(finite.all()):
                 continue
-            if self._on_nonfinite == "error":
-                bad = int((~finite).any(dim=1).int().argmax())
-                value = float(grads[bad][~finite[bad]][0])
-                raise self._not_finite(group.layout.describe(int(ids[bad])), value)
-            return True
-        return False
+            bad = int((~finite).any(dim=1).int().argmax())
+            value = float(grads[bad][~finite[bad]][0])
+            return self._refuse((group.layout.describe(int(ids[bad])), value))
+        return self._refuse(None)
+
+    def _refuse(self, bad: tuple[str, float] | None) -> bool:
+        """Whether a step is skipped for a row whose gradient is not finite, on any rank. Raises
+        where that is an error."""
+        exchange = self._rows.exchange
+        if exchange is not None:
+            found = exchange.first_of("" if bad is None else f"{bad[0]}|{bad[1]}")
+            if found is not None:
+                row, value = found[1].split("|")
+                bad = f"{row} of rank {found[0]}", float(value)
+        if bad is not None and self._on_nonfinite == "error":
+            raise self._not_finite(*bad)
+        return bad is not None
 
 
 def _update(group: Group, ids: Tensor, grads: Tensor, work: Work | None) -> None:

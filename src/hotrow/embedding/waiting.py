@@ -28,6 +28,7 @@ class WaitingGrads:
         rows.sums_wait = True
         self._refuse_unheld = weakref.WeakMethod(refuse_unheld)  # its object owns this one
         self._sums: dict[int, RowSums] = {}  # by the place of a group
+        self._given: Sequence[int] = ()  # the places of tables that have a gradient
         # By the place of a group: where its tables stand among all.
         self._places: dict[int, Tensor] = {}
         self._masks: dict[tuple[bool, ...], Tensor] = {}
@@ -48,14 +49,21 @@ class WaitingGrads:
         waiting_bytes = sum(each.num_bytes for each in self._sums.values())
         self._rows.waiting_bytes = max(self._rows.waiting_bytes, waiting_bytes)
         names = self._stand_ins.names
-        given: Sequence[int] = range(len(names))
+        self._given = range(len(names))
         if len(tables) < len(names):
-            given = [place for place in given if waiting[place] or names[place] in tables]
+            self._given = [
+                place for place in self._given if waiting[place] or names[place] in tables
+            ]
         if len(self._sums) < len(self._rows.groups):
             self._stand_ins.clear()
         for place, each in self._sums.items():
             self._group(place).sums.write_norms(each, self._stand_ins.table_grads(self._at(place)))
-        self._stand_ins.publish(given)
+
+    def publish(self) -> None:
+        """Show torch the norms of what was added; several ranks do it together, for all rows."""
+        if self._rows.exchange is not None:
+            self._stand_ins.change_norms(self._rows.exchange.norms)
+        self._stand_ins.publish(self._given)
 
     def free_zeroed(self) -> None:
         """Free the memory of gradients that `zero_grad()` has taken away."""

@@ -27,6 +27,11 @@ class Work:
     is_fixed = False  # launches are to be the same for all batches of one shape
 
     @property
+    def moving(self) -> Work:
+        """The work whose rows the engine moves: of several ranks, what they ask of this one."""
+        return self
+
+    @property
     def lookups(self) -> Lookups:
         """The lookups bag by bag, without their ids where those are on a device."""
         raise NotImplementedError

@@ -130,6 +130,12 @@ class Lookups:
         return bags if self.offsets is None else bags[self.bag_of()]
 
 
+def no_lookups(features: int, device: torch.device | None = None) -> Lookups:
+    """Return the lookups of a batch without samples."""
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    return Lookups(none, None, None, (0,) * features, by_sample=True)
+
+
 def parse(features: Any, columns: tuple[str, ...], device: torch.device | None) -> Batch:
     """Return any accepted input as a `Batch`. It must be on `device`; None: anywhere."""
     if isinstance(features, Tensor):

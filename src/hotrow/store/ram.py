@@ -185,25 +185,35 @@ def start_weights(
     """Return the starting weights of the rows first..last-1 of the table with this name."""
     if isinstance(init, Copied):
         return init.take(first, last, dim)
-    if isinstance(init, Constant):
-        return torch.full((last - first, dim), init.value)
-    words = seed_words(seed, table, dim)
     if isinstance(init, InPlace):
-        function, count = init.function, init.num_rows
-        return filled(function, dim, first, last, count, word=words[0], table=table)
-    rows = np.arange(first, last, dtype=np.uint64)
-    if isinstance(init, Uniform):
-        unit = _unit_floats(rows, dim, words[0])
-        return torch.from_numpy(init.low + unit * np.float32(init.high - init.low)).float()
-    if isinstance(init, Normal):
-        radius = np.sqrt(-2 * np.log1p(-_unit_floats(rows, dim, words[1])))
-        angle = np.float32(2 * np.pi) * _unit_floats(rows, dim, words[2])
+        function, count, word = init.function, init.num_rows, seed_words(seed, table, dim)[0]
+        return filled(function, dim, first, last, count, word=word, table=table)
+    return start_of_rows(init, dim, torch.arange(first, last), table=table, seed=seed)
+
+
+def start_of_rows(init: Init, dim: int, rows: Tensor, *, table: str = "", seed: int = 0) -> Tensor:
+    """Return the starting weights of some rows of the table with this name."""
+    if isinstance(init, Copied | InPlace):
+        if not len(rows):
+            return torch.empty(0, dim)
+        first = int(rows.min())
+        part = start_weights(init, dim, first, int(rows.max()) + 1, table=table, seed=seed)
+        return part[rows - first]
+    if isinstance(init, Constant):
+        return torch.full((len(rows), dim), init.value)
+    if isinstance(init, Uniform | Normal):
+        words, numbers = seed_words(seed, table, dim), rows.numpy().astype(np.uint64)
+        if isinstance(init, Uniform):
+            unit = _unit_floats(numbers, dim, words[0])
+            return torch.from_numpy(init.low + unit * np.float32(init.high - init.low)).float()
+        radius = np.sqrt(-2 * np.log1p(-_unit_floats(numbers, dim, words[1])))
+        angle = np.float32(2 * np.pi) * _unit_floats(numbers, dim, words[2])
         return torch.from_numpy(init.mean + init.std * radius * np.cos(angle)).float()
     with torch.no_grad():  # a function may read another module's parameters
-        chunk = init(torch.arange(first, last))
-    if not isinstance(chunk, Tensor) or chunk.shape != (last - first, dim):
+        chunk = init(rows)
+    if not isinstance(chunk, Tensor) or chunk.shape != (len(rows), dim):
         raise ValueError(
-            f"init must return a tensor of shape [{last - first}, {dim}] for that many row "
+            f"init must return a tensor of shape [{len(rows)}, {dim}] for that many row "
             f"numbers, got {getattr(chunk, 'shape', type(chunk).__name__)}"
         )
     return chunk.float()

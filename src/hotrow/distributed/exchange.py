@@ -1,0 +1,497 @@
+"""What the ranks of one collection exchange: ids ahead of training, vectors, gradients.
+
+```
+rank    sort, route -> |ids|                  |vectors| -> pool, train, sum by row -> |sums|
+owner                  |ids| -> plan, fill -> |vectors|                               |sums| -> step
+```
+A row crosses once per rank and batch, however often the rank looks it up. Gradients of a row are
+added in the order of ranks, so their sum depends on neither strategy nor budget.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hotrow.distributed.owners import Route
+from hotrow.distributed.ranks import (
+    DEPTH,
+    ENDED,
+    ERROR,
+    HAS_GRADS,
+    JOINS,
+    SAME,
+    SERIAL,
+    Channel,
+    Header,
+    Headers,
+    Op,
+    RankError,
+    Ranks,
+)
+from hotrow.distributed.shared_rows import SharedRows, SharedWork
+from hotrow.engine.schedule import at_once
+from hotrow.inputs.batch import BadId, Lookups, no_lookups
+from hotrow.kernels import reference
+from hotrow.kernels.reference import SortedIds, sort_ids
+from hotrow.support.streams import Lanes
+
+_BITS = 62  # tables in a word of a header
+_KEPT = 8  # batches whose vectors are kept after they came
+_MOST_INT32 = 2**31 - 1
+_TOLD = "is known on all ranks"
+VECTORS, WHOLE_ROWS = range(2)  # what is read
+
+
+class Shared(NamedTuple):
+    """A batch as all ranks know it: its serial number, and the work of each width."""
+
+    serial: int
+    works: tuple[SharedWork, ...]
+
+
+@dataclass(frozen=True)
+class _Announced:
+    """A rank's part in an exchange of ids."""
+
+    works: Sequence[SharedWork]
+    places: Sequence[int]  # of their groups
+    error: Exception | None
+    ended: bool
+    same_as: int
+
+
+@dataclass(frozen=True)
+class Grads:
+    """Gradients of the rows of one width."""
+
+    ids: Tensor  # each once, ascending
+    sums: Tensor  # [n, dim]
+    work: Any = None  # the batch, if all rows are of one
+
+
+@dataclass(frozen=True)
+class OwnGrads:
+    """Gradients of the rows that this rank owns, from all ranks."""
+
+    place: int  # of the group
+    work: Any  # the engine's work whose lookups have these gradients; None: rows have them
+    ids: Tensor  # of rows, each once; empty with a work
+    grads: Tensor
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Rows of each width that a rank reads."""
+
+    routes: Sequence[Route]
+    what: int
+
+
+class Exchange:
+    """What one collection exchanges with its copies on other ranks."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        groups: Sequence[SharedRows],
+        tables: Sequence[str],
+        lanes: Lanes,
+        writing: Callable[[], AbstractContextManager[object]],
+        reading: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self.ranks, self.groups, self._tables = ranks, tuple(groups), tuple(tables)
+        self._lanes, self._writing, self._reading = lanes, writing, reading
+        self._mask_words = -(-len(tables) // _BITS)
+        words = 1 + self._mask_words + 2 * len(self.groups)
+        self.number = ranks.add(self, words)
+        self._serial = 0  # of batches
+        self._steps = 0  # of exchanges of gradients
+        self.sent: Counter[str] = Counter()  # bytes, by kind
+        self.agreed_depth = 0
+        self.propose_depth: Callable[[], int] = lambda: 0
+        self.on_grads: Callable[[Sequence[OwnGrads], Collection[str]], None] = lambda *_: None
+        self.owes_grads = False  # vectors came, and gradients were not exchanged since
+        self.is_joined = False  # inside of hotrow.join
+        # Batches that other ranks train without this one, by their serial numbers.
+        self._foreign: dict[int, Shared] = {}
+        self._fetched: deque[Shared] = deque()
+
+    def _run(self, header: Header, task: Any, channel: Channel | None = None) -> Any:
+        return self.ranks.run(header, task, channel)
+
+    def perform(
+        self, op: Op, headers: Headers, doers: list[bool], task: Any, channel: Channel
+    ) -> Any:
+        """Take part in what ranks do together; `task` is None where this rank only serves."""
+        if op is Op.BATCH:
+            return self._perform_batch(headers, doers, task)
+        if op is Op.ROWS:
+            return self._perform_rows(headers, task)
+        if op is Op.GRADS:
+            return self._perform_grads(headers, task)
+        if op is Op.READ:
+            return self._perform_read(headers, doers, task, channel)
+        return self._perform_check(task)
+
+    # -- ids ---------------------------------------------------------------------------
+
+    def announce(
+        self,
+        works: Sequence[SharedWork] = (),
+        *,
+        error: Exception | None = None,
+        ended: bool = False,
+        same_as: int = 0,
+    ) -> Shared | None:
+        """Send the ids of a batch to the owners of their rows, and get what ranks ask of this one.
+
+        Raises on all ranks if one of them has an error. None: all ranks have `ended`, or all look
+        up the batch `same_as` again.
+        """
+        self.settle_grads()
+        places = [self.groups.index(work.group) for work in works]
+        status = ERROR * (error is not None) | ENDED * ended | JOINS * self.is_joined
+        counts = [[0] * len(self.groups) for _ in range(self.ranks.size)]
+        for place, work in zip(places, works, strict=True):
+            for rank, count in enumerate(work.route.counts):
+                counts[rank][place] = count
+        header = Header(
+            Op.BATCH, self.number, self._serial + 1, status, self.propose_depth(), same_as,
+            words=[sum(1 << place for place in places)], counts=counts,
+        )  # fmt: skip
+        task = _Announced(works, places, error, ended, same_as)
+        try:
+            result: Shared | None = self._run(header, task)
+        except Exception as raised:
+            raised.__dict__[_TOLD] = True
+            raise
+        return result
+
+    def _perform_batch(
+        self, headers: Headers, doers: list[bool], task: _Announced | None
+    ) -> Shared | None:
+        self._serial += 1
+        self.agreed_depth = min(
+            depth for depth, does in zip(headers.column(DEPTH), doers, strict=True) if does
+        )
+        if headers.with_status(ERROR):
+            self._raise_errors(headers, None if task is None else task.error)
+        ended = set(headers.with_status(ENDED)) | {r for r, does in enumerate(doers) if not does}
+        if len(ended) == self.ranks.size:
+            return None
+        same = {value for value, does in zip(headers.column(SAME), doers, strict=True) if does}
+        if len(same) == 1 and 0 not in same:
+            return None
+        if ended and len(headers.with_status(JOINS)) + doers.count(False) < self.ranks.size:
+            self._raise_ended(sorted(ended))
+        return self._swap_ids(headers, doers, task)
+
+    def _swap_ids(self, headers: Headers, doers: list[bool], task: _Announced | None) -> Shared:
+        groups, size = self.groups, self.ranks.size
+        masks = {headers.words(r, 0, 1)[0] for r in range(size) if doers[r]}
+        masks -= {0} if len(masks) > 1 else set()  # a rank without a batch looks nothing up
+        if len(masks) != 1:
+            raise RankError("ranks look up modules of different widths at the same time")
+        mask = masks.pop()
+        places = [place for place in range(len(groups)) if mask >> place & 1]
+        theirs = [headers.words(r, 1, len(groups)) for r in range(size)]
+        by_place = {} if task is None else dict(zip(task.places, task.works, strict=True))
+        routes = {place: work.route for place, work in by_place.items()}
+        numbers = self._send_numbers(places, routes, theirs)
+        works = []
+        for place in places:
+            work = by_place.get(place) or self._nothing(place)
+            work.received = [counts[place] for counts in theirs]
+            work.inner = groups[place].work_of(numbers[place])
+            work.serial = self._serial
+            works.append(work)
+        shared = Shared(self._serial, tuple(works))
+        if task is None or task.ended:
+            self._foreign[shared.serial] = shared
+        return shared
+
+    def _nothing(self, place: int) -> SharedWork:
+        """Return the work of a rank that looks nothing up."""
+        group, none = self.groups[place], torch.empty(0, dtype=torch.int64)
+        ids = SortedIds(none, none, torch.zeros(1, dtype=torch.int64), none)
+        lookups = no_lookups(len(group.layout.features))
+        return SharedWork(group, lookups, ids, Route(none, none, [0] * self.ranks.size))
+
+    def _send_numbers(
+        self,
+        places: Sequence[int],
+        routes: dict[int, Route],
+        theirs: Sequence[Sequence[int]],
+        channel: Channel | None = None,
+    ) -> dict[int, Tensor]:
+        """Send ids of some groups to their owners; return those that all ranks ask of this one, by
+        group, in the order of ranks."""
+        ranks, channel = self.ranks, channel or self.ranks.training
+        parts = {place: x.numbers.split(x.counts) for place, x in routes.items()}
+        sent = [parts[place][rank] for rank in range(ranks.size) for place in parts]
+        counts = [sum(x.counts[rank] for x in routes.values()) for rank in range(ranks.size)]
+        most_rows = max(group.layout.num_rows for group in self.groups)
+        kind = torch.int32 if most_rows <= _MOST_INT32 else torch.int64
+        values = torch.cat(sent).to(kind) if sent else torch.empty(0, dtype=kind)
+        self._count("ids", values, counts)
+        received = [[by_group[place] for place in places] for by_group in theirs]
+        came = ranks.exchange(values, counts, list(map(sum, received)), channel).long()
+        pieces = came.split([count for counts in received for count in counts])
+        return {place: torch.cat(pieces[k :: len(places)]) for k, place in enumerate(places)}
+
+    def _count(self, kind: str, values: Tensor, counts: Sequence[int]) -> None:
+        """Count the bytes that leave this rank."""
+        if len(values):
+            others = sum(counts) - counts[self.ranks.rank]
+            self.sent[kind] += others * (values.nbytes // len(values))
+
+    def _raise_errors(self, headers: Headers, error: Exception | None) -> None:
+        is_bad_id = isinstance(error, BadId)
+        text = "" if error is None else f"{int(is_bad_id)}{error}"
+        texts = self.ranks.texts(text, self.ranks.training)
+        if error is not None and not is_bad_id:
+            raise error
+        rank = headers.with_status(ERROR)[0]
+        kind: Any = BadId if texts[rank][0] == "1" else RuntimeError
+        raise kind(f"rank {rank}: {texts[rank][1:]}") from error
+
+    def _raise_ended(self, ended: Sequence[int]) -> None:
+        raise RuntimeError(
+            f"{_listed(ended)} of {self.ranks.size} ran out of batches before the others. Give all "
+            "ranks equally many batches, or train inside `with hotrow.join(model):`, where ranks "
+            "without a batch go on serving their rows"
+        )
+
+    # -- vectors -----------------------------------------------------------------------
+
+    def fetch(self, shared: Shared, version: int) -> None:
+        """Get the vectors of a batch, unless they came since rows were changed last."""
+        if all(work.version == version for work in shared.works):
+            return
+        self._run(Header(Op.ROWS, self.number, shared.serial), (shared, version))
+        self.owes_grads = True
+
+    def _perform_rows(self, headers: Headers, task: tuple[Shared, int] | None) -> None:
+        serial = max(headers.column(SERIAL))
+        shared, version = task or (self._foreign[serial], -1)
+        inner = [work.inner for work in shared.works]
+        if task is None:
+            at_once([work for work in inner if work.plan is None], self._lanes)
+        for work in shared.works:
+            with self._writing(), torch.no_grad():
+                rows = work.inner.group.lookup(work.inner, work.inner.lookups)
+            self._count("rows", rows, work.received)
+            counts = work.route.counts
+            vectors = self.ranks.exchange(rows, work.received, counts, self.ranks.training)
+            work.vectors, work.version = work.group.in_order(work.route, vectors), version
+        self._fetched.append(shared)
+        if len(self._fetched) > _KEPT:
+            for work in self._fetched.popleft().works:
+                work.vectors, work.version = None, -1
+
+    # -- gradients ---------------------------------------------------------------------
+
+    def settle_grads(self) -> None:
+        """Take part in the exchange of gradients that other ranks may have, without any."""
+        if self.owes_grads:
+            self.send_grads({}, ())
+
+    def send_grads(self, grads: dict[int, Grads], tables: Collection[str]) -> None:
+        """Send gradients, by the place of a group, to the owners of their rows; then `on_grads` is
+        called with what came, and the tables that have a gradient on some rank."""
+        self.owes_grads = False
+        size, groups = self.ranks.size, self.groups
+        ways = {place: self._way_of(place, x) for place, x in grads.items()}
+        forms, counts = [0] * len(groups), [[0] * len(groups) for _ in range(size)]
+        for place, (form, route) in ways.items():
+            forms[place] = form
+            for rank, count in enumerate(route.counts):
+                counts[rank][place] = count
+        words = [*self._mask_of(tables), *forms]
+        status = HAS_GRADS * bool(tables)
+        header = Header(Op.GRADS, self.number, self._steps + 1, status, words=words, counts=counts)
+        self._run(header, (grads, ways))
+
+    def _way_of(self, place: int, x: Grads) -> tuple[int, Route]:
+        """Return the serial number of the batch whose rows these are, 0 for other rows, and the
+        way of the gradients."""
+        if x.work is not None and len(x.ids) == len(x.work.ids.ids):
+            return x.work.serial, x.work.route
+        return 0, self.groups[place].owners.route(x.ids.cpu())
+
+    def _perform_grads(self, headers: Headers, task: Any) -> None:
+        self._steps += 1
+        grads: dict[int, Grads] = {}
+        ways: dict[int, tuple[int, Route]] = {}
+        if task is not None:
+            grads, ways = task
+        first, count = self._mask_words, len(self.groups)
+        masks = [headers.words(r, 0, first) for r in range(self.ranks.size)]
+        tables = self._tables_of(masks)
+        if not headers.with_status(HAS_GRADS):
+            return
+        came = []
+        for place, group in enumerate(self.groups):
+            forms = {headers.words(r, first, count)[place] for r in range(self.ranks.size)}
+            received = [headers.words(r, first + count, count)[place] for r in range(len(masks))]
+            route = ways[place][1] if place in ways else None
+            if not sum(received) and route is None and forms == {0}:
+                continue
+            sums = torch.empty(0, group.dim, device=group.device)
+            if route is not None:
+                sums = grads[place].sums[route.order.to(group.device)] / self.ranks.size
+            counts = [0] * self.ranks.size if route is None else route.counts
+            self._count("grads", sums, counts)
+            theirs = self.ranks.exchange(sums, counts, received, self.ranks.training)
+            if len(forms) == 1 and 0 not in forms:  # all ranks have gradients of one batch
+                work = grads[place].work
+                assert work is not None
+                none = torch.empty(0, dtype=torch.int64)
+                came.append(OwnGrads(place, work.inner, none, theirs))
+                continue
+            routes = {} if route is None else {place: route}
+            by_rank = [[0] * place + [n] + [0] * (count - place - 1) for n in received]
+            numbers = self._send_numbers([place], routes, by_rank)[place].to(group.device)
+            ids = sort_ids(numbers, group.inner.layout.num_rows)
+            came.append(OwnGrads(place, None, ids.ids, reference.sum_pairs(theirs, ids)))
+        self.on_grads(came, tables)
+
+    def _mask_of(self, tables: Collection[str]) -> list[int]:
+        words = [0] * self._mask_words
+        for number, name in enumerate(self._tables):
+            if name in tables:
+                words[number // _BITS] |= 1 << number % _BITS
+        return words
+
+    def _tables_of(self, masks: Sequence[Sequence[int]]) -> tuple[str, ...]:
+        def has(number: int) -> bool:
+            return any(mask[number // _BITS] >> number % _BITS & 1 for mask in masks)
+
+        return tuple(name for number, name in enumerate(self._tables) if has(number))
+
+    # -- reading -----------------------------------------------------------------------
+
+    def read_vectors(self, lookups: Sequence[Lookups], *, aside: bool) -> list[Tensor]:
+        """Return one vector per bag of each width, as of one finished step."""
+        ids = [
+            sort_ids(x.ids.cpu(), group.layout.num_rows)
+            for group, x in zip(self.groups, lookups, strict=True)
+        ]
+        routes = [g.owners.route(x.ids) for g, x in zip(self.groups, ids, strict=True)]
+        vectors = self._read(_Wanted(routes, VECTORS), aside=aside)
+        pooled = []
+        for group, x, found, route, part in zip(
+            self.groups, lookups, ids, routes, vectors, strict=True
+        ):
+            here = SortedIds(*(y.to(group.device) for y in vars(found).values()))
+            pooled.append(group.pool(group.in_order(route, part), here, x))
+        return pooled
+
+    def read_rows(self, place: int, ids: Tensor) -> Tensor:
+        """Return rows of one width with their state, in the order of ids, which are given once and
+        ascend."""
+        none = torch.empty(0, dtype=torch.int64)
+        routes = [group.owners.route(ids if k == place else none) for k, group in
+                  enumerate(self.groups)]  # fmt: skip
+        rows = self._read(_Wanted(routes, WHOLE_ROWS), aside=False)[place]
+        return self.groups[place].in_order(routes[place], rows)[:-1]
+
+    def _read(self, wanted: _Wanted, *, aside: bool) -> list[Tensor]:
+        channel = self.ranks.aside if aside else self.ranks.training
+        counts = [
+            [route.counts[rank] for route in wanted.routes] for rank in range(self.ranks.size)
+        ]
+        header = Header(Op.READ, self.number, wanted.what, counts=counts)
+        found: list[Tensor] = self._run(header, wanted, channel)
+        return found
+
+    def _perform_read(
+        self, headers: Headers, doers: list[bool], wanted: _Wanted | None, channel: Channel
+    ) -> list[Tensor]:
+        size, groups = self.ranks.size, self.groups
+        what = headers.column(SERIAL)[doers.index(True)]
+        nothing = [0] * len(groups)
+        theirs = [
+            headers.words(r, 0, len(groups)) if does else nothing for r, does in enumerate(doers)
+        ]
+        routes = {} if wanted is None else dict(enumerate(wanted.routes))
+        numbers = self._send_numbers(range(len(groups)), routes, theirs, channel)
+        found = []
+        with torch.no_grad():
+            own = self._rows_for(numbers, what)
+        for place, rows in enumerate(own):
+            sent = [counts[place] for counts in theirs]
+            counts = routes[place].counts if routes else [0] * size
+            found.append(self.ranks.exchange(rows, sent, counts, channel))
+        return found
+
+    def _rows_for(self, numbers: dict[int, Tensor], what: int) -> list[Tensor]:
+        """Read own rows of all widths as of one finished step."""
+        found, groups = [], self.groups
+        parts = {k: groups[k].inner.parts_of(groups[k].reading_of(x)) for k, x in numbers.items()}
+        with self._reading():
+            for place, group in enumerate(groups):
+                inner = group.inner
+                if what == VECTORS:
+                    found.append(inner.read_parts(parts[place]).float())
+                    continue
+                rows = torch.empty(len(numbers[place]), inner.width)
+                found.append(self._gathered(inner, numbers[place], rows).to(group.device))
+        return found
+
+    @staticmethod
+    def _gathered(inner: Any, numbers: Tensor, out: Tensor) -> Tensor:
+        """Read rows with their state; ranks may ask for the same ones."""
+        ids = sort_ids(numbers, inner.layout.num_rows)
+        step = max(int(inner.chunk_rows), 1024)
+        unique = torch.empty(len(ids.ids), out.shape[1])
+        for first in range(0, len(unique), step):
+            part = slice(first, first + step)
+            inner.gather(ids.ids[part], out=unique[part])
+        return unique[ids.inverse]
+
+    # -- agreement ---------------------------------------------------------------------
+
+    def check_equal(self, what: str, text: str) -> None:
+        """Raise on all ranks if they do not say the same."""
+        texts = self._run(Header(Op.CHECK, self.number), text)
+        for rank, other in enumerate(texts):
+            if other != texts[0]:
+                raise RankError(
+                    f"ranks call {what} with different arguments: rank 0 with {texts[0]}, rank "
+                    f"{rank} with {other}"
+                )
+
+    def first_of(self, text: str) -> tuple[int, str] | None:
+        """Return the first rank that says something, and what; None: all are silent."""
+        texts = self._run(Header(Op.CHECK, self.number), text)
+        return next(((rank, other) for rank, other in enumerate(texts) if other), None)
+
+    def norms(self, own: Tensor) -> Tensor:
+        """Return norms over all ranks, from those of each; squares are added in rank order."""
+        squares = own.cpu().double().square().repeat(self.ranks.size, 1)
+        ones = [1] * self.ranks.size
+        came = self.ranks.exchange(squares, ones, ones, self.ranks.training)
+        total = came[0]
+        for other in came[1:]:
+            total = total + other
+        return total.sqrt()
+
+    def _perform_check(self, task: str | None) -> list[str]:
+        return self.ranks.texts(task or "", self.ranks.training)
+
+
+def is_told(error: Exception) -> bool:
+    """Return whether an error is known on all ranks."""
+    return _TOLD in error.__dict__
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

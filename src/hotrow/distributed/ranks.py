@@ -1,0 +1,267 @@
+"""Messages between ranks: fixed headers, then values of uneven size. Knows no rows.
+
+Before anything of uneven size crosses, all ranks say what they are about to do: `Ranks.agree`. A
+rank that only serves others learns what they do; ranks that do different things raise.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hotrow.support.messages import many
+
+
+class Op(IntEnum):
+    """What ranks do together. The numbers travel."""
+
+    BATCH = 1  # the ids of a batch go to the owners of their rows
+    ROWS = 2  # vectors come back
+    GRADS = 3  # gradients go to owners, which update their rows
+    READ = 4  # rows are read, outside of training
+    CHECK = 5  # ranks compare what each of them was called with
+    SERVE = 6  # none: this rank has no batch left and helps the others
+
+
+_WHAT = {
+    Op.BATCH: "brings its next batch",
+    Op.ROWS: "looks up a batch",
+    Op.GRADS: "ends a backward pass, or was asked for its next batch without one",
+    Op.READ: "reads rows",
+    Op.CHECK: "calls a method that all ranks have to call",
+    Op.SERVE: "has no batch left",
+}
+# Words of a header that are the same for all ranks it goes to.
+OP, COLLECTION, SERIAL, STATUS, DEPTH, SAME, FIRST_FREE = range(7)
+ERROR, ENDED, JOINS, HAS_GRADS = 1, 2, 4, 8  # bits of STATUS
+
+
+class RankError(RuntimeError):
+    """Ranks do different things, or one of them is gone."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a rank says before it sends anything: to all ranks, and to each of them."""
+
+    op: Op
+    collection: int = 0
+    serial: int = 0
+    status: int = 0
+    depth: int = 0
+    same: int = 0
+    words: Sequence[int] = ()  # of the operation, to all
+    counts: Sequence[Sequence[int]] = ()  # by rank: what it will get
+
+
+class Headers:
+    """The headers of all ranks, by rank."""
+
+    def __init__(self, words: Tensor) -> None:
+        self._rows: list[list[int]] = words.tolist()
+
+    def column(self, word: int) -> list[int]:
+        return [row[word] for row in self._rows]
+
+    def words(self, rank: int, first: int, count: int) -> list[int]:
+        """Return words of the operation that a rank has sent, from its `first` on."""
+        return self._rows[rank][FIRST_FREE + first : FIRST_FREE + first + count]
+
+    def op_of(self, rank: int) -> Op:
+        return Op(self._rows[rank][OP])
+
+    def doers(self, key: tuple[int, ...]) -> list[bool]:
+        """Return which ranks do an operation; the others help."""
+        return [tuple(row[: len(key)]) == key for row in self._rows]
+
+    def with_status(self, bit: int) -> list[int]:
+        """Return the ranks that have set a bit of their status."""
+        return [rank for rank, row in enumerate(self._rows) if row[STATUS] & bit]
+
+
+class Channel:
+    """A pair of process groups for the messages of one thread in each rank: one for numbers of
+    the host, and one for rows, which may be on a device."""
+
+    def __init__(self, members: list[int], timeout: Any, backend: str) -> None:
+        # Of some ranks alone, the others take no part in opening a group.
+        options: dict[str, Any] = {"timeout": timeout}
+        options["use_local_synchronization"] = len(members) < dist.get_world_size()
+        self.numbers = dist.new_group(members, backend="gloo", **options)
+        self.rows = self.numbers
+        if backend != "gloo":
+            self.rows = dist.new_group(members, backend=backend, **options)
+
+
+class Ranks:
+    """The ranks of a process group that share rows."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.members = dist.get_process_group_ranks(group)
+        self.rank, self.size, self.device = dist.get_rank(group), len(self.members), device
+        timeout = _timeout_of(group)
+        is_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend(group))
+        backend = "nccl" if is_nccl else "gloo"
+        self.training = Channel(self.members, timeout, backend)
+        self.aside = Channel(self.members, timeout, backend)  # another thread that reads
+        self._width = FIRST_FREE
+        self._collections: list[weakref.ref[Any]] = []
+
+    # -- collections -------------------------------------------------------------------
+
+    def add(self, collection: Any, words: int) -> int:
+        """Number a collection's exchange; headers get room for so many words of its own."""
+        self._collections.append(weakref.ref(collection))
+        self._width = max(self._width, FIRST_FREE + words)
+        return len(self._collections) - 1
+
+    def _collection(self, number: int) -> Any:
+        collection = self._collections[number]()
+        if collection is None:
+            raise RankError("another rank uses a collection that is gone on this one")
+        return collection
+
+    # -- messages ----------------------------------------------------------------------
+
+    def swap(self, header: Header, channel: Channel) -> Headers:
+        """Send a header to every rank, and return what all of them sent."""
+        fixed = [header.op, header.collection, header.serial, header.status, header.depth]
+        words = torch.zeros(self.size, self._width, dtype=torch.int64)
+        words[:, :SAME] = torch.tensor(fixed)
+        words[:, SAME] = header.same
+        first = FIRST_FREE + len(header.words)
+        if header.words:
+            words[:, FIRST_FREE:first] = torch.tensor(header.words)
+        if header.counts:
+            counts = torch.tensor(header.counts)
+            words[:, first : first + counts.shape[1]] = counts
+        return Headers(self._all_to_all(words, None, None, channel.numbers).view_as(words))
+
+    def exchange(
+        self, values: Tensor, sent: list[int], received: list[int], channel: Channel
+    ) -> Tensor:
+        """Send `sent[r]` items of `values` to each rank `r`; return what came, by rank."""
+        group = channel.numbers if values.device.type == "cpu" else channel.rows
+        return self._all_to_all(values, sent, received, group)
+
+    def _all_to_all(
+        self, values: Tensor, sent: list[int] | None, received: list[int] | None, group: Any
+    ) -> Tensor:
+        count = len(values) if received is None else sum(received)
+        out = values.new_empty(count, *values.shape[1:])
+        try:
+            dist.all_to_all_single(out, values.contiguous(), received, sent, group=group)
+        except RuntimeError as error:
+            raise RankError(
+                f"rank {self.rank} of {self.size} lost the others: another rank has ended, or did "
+                f"not answer in time; its own error says why. torch says: {_first_line(error)}"
+            ) from error
+        return out
+
+    def texts(self, text: str, channel: Channel) -> list[str]:
+        """Return what each rank says."""
+        mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+        lengths = torch.full((self.size,), len(mine), dtype=torch.int64)
+        theirs = self._all_to_all(lengths, None, None, channel.numbers).tolist()
+        sent = [len(mine)] * self.size
+        every = self._all_to_all(mine.repeat(self.size), sent, theirs, channel.numbers)
+        return [bytes(x.numpy()).decode().strip() for x in every.split(theirs)]
+
+    # -- agreement ---------------------------------------------------------------------
+
+    def run(self, mine: Header, task: Any, channel: Channel | None = None) -> Any:
+        """Do an operation together with all ranks; return what it gives this rank.
+
+        Ranks that do something else meanwhile serve those that read; a rank that serves does
+        whatever the others do, until all serve. `task`: what the operation needs of this rank.
+        """
+        channel = channel or self.training
+        while True:
+            headers = self.swap(mine, channel)
+            key = self._chosen(headers)
+            op = Op(key[0])
+            if op is Op.SERVE:  # all of them
+                return None
+            collection = self._collection(key[1])
+            is_mine = (mine.op, mine.collection, mine.serial)[: len(key)] == key
+            doers = headers.doers(key)
+            result = collection.perform(op, headers, doers, task if is_mine else None, channel)
+            if is_mine:
+                return result
+
+    def _chosen(self, headers: Headers) -> tuple[int, ...]:
+        """Return what is done now: operation, collection and, where it counts, serial number."""
+        keys = [
+            (headers.column(OP)[r], headers.column(COLLECTION)[r], headers.column(SERIAL)[r])
+            for r in range(self.size)
+        ]
+        reads = [key for key in keys if key[0] == Op.READ]
+        if reads:  # of several collections, or kinds: one after the other
+            return min(reads)
+        others = {key for key in keys if key[0] != Op.SERVE}
+        if not others:
+            return (Op.SERVE,)
+        if len(others) > 1:
+            self._refuse(keys)
+        return others.pop()
+
+    def _refuse(self, keys: Sequence[tuple[int, int, int]]) -> NoReturn:
+        first = keys[0]
+        other = next(rank for rank, key in enumerate(keys) if key != first)
+
+        def what(rank: int) -> str:
+            op, collection, serial = keys[rank]
+            return f"rank {rank} {_WHAT[Op(op)]} (number {serial} of collection {collection})"
+
+        raise RankError(
+            f"ranks do different things: {what(0)}, {what(other)}. All {many(self.size, 'rank')} "
+            "have to call the same collections, backward() and methods in the same order"
+        )
+
+    def serve(self) -> None:
+        """Serve other ranks until none has a batch left."""
+        self.run(Header(Op.SERVE), None)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def _timeout_of(group: dist.ProcessGroup) -> Any:
+    """Return the timeout that the user chose for a process group; None: torch's default."""
+    try:
+        device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        return group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+
+
+# By process group, so that collections share what they open. Weakly: a group may be destroyed.
+_known: weakref.WeakKeyDictionary[Any, dict[str, Ranks]] = weakref.WeakKeyDictionary()
+
+
+def ranks_of(group: Any, device: torch.device) -> Ranks | None:
+    """Return the ranks that share rows; None: this process has them alone.
+
+    Every rank has to call it in the same order, as it opens process groups.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        if group is not None:
+            raise ValueError("process_group= needs torch.distributed.init_process_group() before")
+        return None
+    group = group or dist.group.WORLD
+    if dist.get_world_size(group) <= 1:
+        return None
+    if dist.get_rank(group) < 0:
+        raise ValueError("this process is no member of process_group")
+    known = _known.setdefault(group, {})
+    if device.type not in known:
+        known[device.type] = Ranks(group, device)
+    return known[device.type]

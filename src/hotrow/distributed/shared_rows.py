@@ -1,0 +1,167 @@
+"""Rows of one width that all ranks share, as one rank sees them: it pools vectors that came from
+their owners, and sums gradients before they go there.
+
+What the rank owns is an ordinary group of rows, which the engine plans, moves and updates.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotrow.distributed.owners import OWNED, GroupOwners, Route
+from hotrow.engine.rows import grads_by_row
+from hotrow.engine.work import SortedWork, Work
+from hotrow.inputs.batch import Batch, Lookups, lookups_of
+from hotrow.kernels import reference
+from hotrow.kernels.reference import SortedIds, sort_ids
+
+
+class SharedWork(SortedWork):
+    """One batch's lookups of one width: what this rank looks up, and what all ranks ask of it."""
+
+    group: SharedRows
+
+    def __init__(self, group: SharedRows, lookups: Lookups, ids: SortedIds, route: Route) -> None:
+        super().__init__(group, lookups, ids)
+        self.route = route
+        self.received: list[int] = []  # ids that each rank asks for
+        self.inner: Any = None  # all of those, as the engine's work
+        self.serial = 0  # of the exchange of these ids
+        self.vectors: Tensor | None = None  # [U + 1, dim]: padding reads the last one, zeros
+        self.version = -1  # of the rows, when the vectors came
+
+    @property
+    def moving(self) -> Work:
+        inner: Work = self.inner
+        return inner
+
+    def arrive(self, batch: Batch) -> None:
+        """The batch is on the device; what was made of its ids on the host follows."""
+        device = self.group.device
+        if self._ids.ids.device == device:
+            return
+        self._ids = SortedIds(*(x.to(device) for x in vars(self._ids).values()))
+        x = self._lookups
+        offsets, divisor = (y if y is None else y.to(device) for y in (x.offsets, x.divisor))
+        self._lookups = replace(x, ids=x.ids.to(device), offsets=offsets, divisor=divisor)
+        self.inner.arrive(self.inner.batch.to(device))
+
+
+class SharedPlanning:
+    """What a pipeline asks of the planning of rows that ranks share."""
+
+    def __init__(self, group: SharedRows) -> None:
+        self._group, self._layout = group, group.layout
+        self._inner = group.inner.planning
+
+    def input_device(self, device: torch.device | None) -> None:
+        """Ids may be anywhere: they are sorted on the host."""
+
+    def copies_to_compare(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return copies of a batch's ids, which are compared by value when they are looked up."""
+        return tuple(map(torch.clone, tensors))
+
+    def work(self, group: SharedRows, batch: Batch) -> SharedWork:
+        lookups = lookups_of(batch.to("cpu"), self._layout)
+        ids = sort_ids(lookups.ids, self._layout.num_rows)
+        return SharedWork(group, lookups, ids, group.owners.route(ids.ids))
+
+    def part(self, work: Work, batch: Batch, part: Batch, first: int) -> Work:
+        raise RuntimeError("batches whose rows several ranks share cannot be trained in parts")
+
+    def expect(self, work: SharedWork, values: Tensor) -> None:
+        """The ids that ranks ask for will be planned later."""
+        inner = work.inner
+        values = self._group.asked_for(inner)
+        self._inner.expect(inner, values.to(self._group.device, non_blocking=True))
+
+    def compare(self, work: Work) -> None:
+        """Ids were compared by value."""
+
+    def note_number(self, work: SharedWork, number: int) -> None:
+        self._inner.note_number(work.inner, number)
+
+
+class SharedRows:
+    """Rows of one width that all ranks share."""
+
+    active = True
+
+    def __init__(self, owners: GroupOwners, inner: Any, output_dtype: torch.dtype) -> None:
+        """`inner`: the group of the rows that this rank owns."""
+        self.layout, self.owners, self.output_dtype = owners.layout, owners, output_dtype
+        self.use(inner)
+
+    def use(self, inner: Any) -> None:
+        """Take another group of the same rows, such as one with other state."""
+        self.inner = inner
+        self.dim, self.width, self.device = inner.dim, inner.width, inner.device
+        self.planning = SharedPlanning(self)
+
+    # -- what ranks ask of this one ----------------------------------------------------
+
+    def work_of(self, numbers: Tensor) -> Work:
+        """Return the engine's work for ids that ranks ask for."""
+        batch = Batch(numbers.view(-1, 1), None, (OWNED,), len(numbers))
+        work: Work = self.inner.planning.work(self.inner, batch)
+        return work
+
+    @staticmethod
+    def asked_for(inner: Any) -> Tensor:
+        """Return the ids of the engine's work, [n, 1]."""
+        values: Tensor
+        values = inner.batch.values if hasattr(inner, "batch") else inner.lookups.ids.view(-1, 1)
+        return values
+
+    def reading_of(self, numbers: Tensor) -> Lookups:
+        """Return the lookups of ids that are only read."""
+        return Lookups(numbers.to(self.device), None, None, (len(numbers),), by_sample=True)
+
+    # -- lookup and gradients ----------------------------------------------------------
+
+    def timed(self, work: Work | None) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def in_order(self, route: Route, vectors: Tensor) -> Tensor:
+        """Return vectors, which came owner by owner, in the order of ids; zeros follow them."""
+        ordered = vectors.new_zeros(len(vectors) + 1, vectors.shape[1])
+        ordered[route.order.to(vectors.device)] = vectors
+        return ordered
+
+    def lookup(self, work: SharedWork, x: Lookups) -> Tensor:
+        """Return one vector per bag, [bags, dim]. `x` has the weights."""
+        assert work.vectors is not None
+        return self.pool(work.vectors, work.ids, x)
+
+    def pool(self, vectors: Tensor, ids: SortedIds, x: Lookups) -> Tensor:
+        """Return one vector per bag, [bags, dim], from the vectors of ids."""
+        pooled = reference.pool(vectors, ids.inverse, x.offsets, x.weights, x.divisor)
+        return pooled.to(self.output_dtype)
+
+    def weight_grads(self, work: SharedWork, x: Lookups, grads: Tensor) -> Tensor:
+        """Return the gradients of per-sample weights, from the rows before their update, [L]."""
+        if work.vectors is None:
+            raise RuntimeError(
+                "gradients of per-sample weights came too long after their lookup: on several "
+                "ranks, call backward() within eight lookups"
+            )
+        inverse, grads = work.ids.inverse, grads.float()
+        return reference.weight_grads(work.vectors, inverse, x.bag_of(), grads)
+
+    def grads_by_row(self, work: SharedWork, x: Lookups, grads: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ids of a batch's rows that have a gradient, each once, and the gradients."""
+
+        def sums(x: Lookups) -> Tensor:
+            bags = grads.float() if x.divisor is None else grads.float() / x.divisor
+            return reference.sum_by_row(bags, x.bag_of(), x.weights, work.ids)
+
+        return grads_by_row(work, x, sums)
+
+    def update_planned(self, work: SharedWork, x: Lookups, grads: Tensor) -> bool:
+        """Rows are updated by their owners."""
+        return False
