@@ -4,14 +4,15 @@ fixed seed, and poisoned new memory."""
 import gc
 import os
 import signal
+import sys
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from torch import Tensor
+
+from poison import poisoned
 
 if not torch.cuda.is_available():
     # Triton reads this once, when it is first imported; no test module has been loaded yet.
@@ -57,6 +58,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """Stop the processes of ranks, if a test has started any."""
+    if (processes := sys.modules.get("rank_processes")) is not None:
+        processes.stop()
+
+
 @pytest.fixture(autouse=True)
 def seed() -> int:
     """Seeds torch before every test, so that a test alone and in company sees the same numbers."""
@@ -67,21 +74,8 @@ def seed() -> int:
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fills new memory, which is often zero by luck, so that reading it before writing shows."""
-    monkeypatch.setattr(torch, "empty", _poisoned(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", _poisoned(torch.empty_like))
-
-
-def _poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def poisoned(*args: Any, **options: Any) -> Tensor:
-        tensor = make(*args, **options)
-        with torch.no_grad():
-            if tensor.is_floating_point():
-                return tensor.fill_(torch.nan)
-            if tensor.dtype in (torch.int32, torch.int64):
-                return tensor.fill_(torch.iinfo(tensor.dtype).min)
-        return tensor
-
-    return poisoned
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
 
 
 @pytest.fixture(autouse=True)

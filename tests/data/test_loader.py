@@ -21,6 +21,7 @@ import hotrow
 from hotrow.data import Loader, ParquetSource
 from hotrow.inputs.shuffle import Order
 from samples import FEATURES, Memory, numbers_of
+from stored_samples import parquet, parquet_source
 
 
 def joined(lists: Iterable[list[int]]) -> list[int]:
@@ -207,28 +208,6 @@ def test_a_collection_trains_on_what_is_loaded() -> None:
 
 
 # -- Parquet -----------------------------------------------------------------------------
-
-
-def parquet(folder: Path, **changed: Any) -> Path:
-    source = Memory([25] * 4, jagged=True).read(np.arange(4))
-    lists = np.split(source.jagged["list"].values, source.jagged["list"].offsets[1:-1])
-    columns = {
-        "clicked": pa.array(source.label),
-        "price": pa.array(source.dense[:, 0]),
-        "a": pa.array(source.ids[:, 0].astype(np.int32)),
-        "b": pa.array(source.ids[:, 1]),
-        "list": pa.array([each.tolist() for each in lists], type=pa.list_(pa.int32())),
-        "other": pa.array(["x"] * 100),
-        **changed,
-    }
-    path = folder / "data.parquet"
-    pq.write_table(pa.table(columns), path, row_group_size=25)
-    return path
-
-
-def parquet_source(*files: Path, **options: Any) -> ParquetSource:
-    given = {"label": "clicked", "dense": ["price"], "features": FEATURES, **options}
-    return ParquetSource(files, **given)
 
 
 def test_parquet_is_read_by_row_groups(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import errno
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,37 +18,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hotrow.data import ClickBatch, Loader, PreparedSource, SequenceLoader
-from hotrow.data.prepared import Feature, Schema
 from hotrow.data.sources import SubsetSource
 from hotrow.support.files import Disk
 from hotrow.systems.fae.hot_cold_schedule import HotColdOrder, Separated, ShuffleRate
 from hotrow.systems.fae.separate import _others, separate
-from preparing import write_prepared
 from samples import Memory, columns, numbers_of
-
-SCHEMA = Schema(
-    "click",
-    ("half", "same"),
-    (Feature("a", "a"), Feature("list", "a", jagged=True), Feature("b", "b")),
-    id_dtype="int64",
-)
-BIG = (1 << 33) + 1  # no float32 and no int32 holds it
-
-
-def prepared(folder: Path, sizes: Sequence[int], *, start: int = 0) -> PreparedSource:
-    """The same samples as `hotrow prepare` would leave them, a shard for each size."""
-    shards, first = [], start
-    for count in sizes:
-        found = columns(np.arange(first, first + count), BIG)
-        lists = found.jagged["list"]
-        shards.append({
-            "ids": found.ids, "dense": found.dense, "label": found.label,
-            "list.offsets": lists.offsets, "list.values": lists.values,
-        })  # fmt: skip
-        first += count
-    counts = dict.fromkeys("ab", np.zeros(5, np.int64))
-    write_prepared(folder, SCHEMA, {"train": shards, "test": []}, counts)
-    return PreparedSource(folder, "train", block=8)
+from stored_samples import BIG, prepared
 
 
 def check(batch: ClickBatch) -> list[int]:

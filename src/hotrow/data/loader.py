@@ -5,7 +5,9 @@
         ...
 
 A batch depends on its number alone (see hotrow.inputs.shuffle), so a run that was stopped after n
-batches goes on with `loader.batches(start=n)` and gets the same batches.
+batches goes on with `loader.batches(start=n)` and gets the same batches. With several ranks each
+one gets its part of every batch, and the numbers are those of the whole batches: a run that was
+stopped goes on with any number of ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
@@ -27,7 +31,15 @@ from torch import Tensor
 from hotrow.data.batches import ClickBatch, SequenceBatch, positions
 from hotrow.data.prepared import Prepared, Schema
 from hotrow.data.prepared.parallel import Cores
-from hotrow.data.sources import PreparedSource, Samples, Source, SubsetSource, lists_in
+from hotrow.data.ranks import RankPart, current_part, given_part
+from hotrow.data.sources import (
+    PreparedSource,
+    Samples,
+    Source,
+    SubsetSource,
+    lists_in,
+    read_some,
+)
 from hotrow.inputs.batch import KeyedJaggedTensor
 from hotrow.inputs.shuffle import Order, Stretch
 from hotrow.support.messages import few, many
@@ -59,7 +71,10 @@ class BatchReader(Generic[Batch]):
         mixed: int = MIXED,
         workers: int | None = None,
         pin_memory: bool | None = None,
+        rank: int | None = None,
+        ranks: int | None = None,
     ) -> None:
+        self._part = given_part(rank, ranks)
         batch_size = whole("batch_size", batch_size, least=1)
         epochs, mixed = whole("epochs", epochs, least=1), whole("mixed", mixed, least=1)
         seed = None if seed is None else whole("seed", seed)
@@ -104,18 +119,19 @@ class BatchReader(Generic[Batch]):
         """Return a batch of these samples; several threads call this at once."""
 
     def batches(self, start: int = 0, stop: int | None = None) -> Generator[Batch, None, None]:
-        """Return the batches of all epochs from number `start` to the one before `stop`."""
+        """Return the batches of all epochs from number `start` to the one before `stop`; of each,
+        the part of this rank."""
         start = whole("start", start)
         stop = len(self) if stop is None else min(whole("stop", stop), len(self))
         if not 0 <= start <= len(self):
             raise ValueError(f"start must be one of {len(self):,} batches, got {start:,}")
-        return self._batches(start, stop)
+        return self._batches(start, stop, self._part or current_part())
 
-    def _batches(self, start: int, stop: int) -> Generator[Batch, None, None]:
-        number = start
+    def _batches(self, start: int, stop: int, part: RankPart) -> Generator[Batch, None, None]:
+        number, made_of = start, partial(self._made, part)
         with Cores(self.workers) as cores:
             waiting: list[Columns] = []
-            for _, made in cores.in_order(self._made, self._stretches(start, stop)):
+            for _, made in cores.in_order(made_of, self._stretches(start, stop)):
                 for batch in made:
                     if number >= stop:
                         return
@@ -131,12 +147,12 @@ class BatchReader(Generic[Batch]):
         self, work: Callable[[Batch], Result], *, size: int = 1 << 16
     ) -> Iterator[tuple[int, int, Result]]:
         """Yield (first sample, number of samples, result of `work`) for batches of about `size`, in
-        the order of the source. `work` runs in the reader's threads."""
+        the order of the source. Every rank reads all samples. `work` runs in the reader's
+        threads."""
 
         def done(stretch: Stretch) -> Result:
             low, high = stretch.first, stretch.first + stretch.samples
-            read = self.source.read(stretch.blocks)
-            return work(self._batch(self._picked(read, stretch, low, high)))
+            return work(self._batch(self._read(stretch, low, high)))
 
         with Cores(self.workers) as cores:
             stretches = Order(self.source.sizes, mixed=size, seed=None).stretches(0)
@@ -170,28 +186,63 @@ class BatchReader(Generic[Batch]):
                     return
                 yield stretch, begin
 
-    def _made(self, item: tuple[Stretch, int]) -> list[Batch | Columns]:
-        """Return the batches of a stretch, and the parts of those that reach beyond it."""
-        (stretch, begin), end = item, self._end
-        low, high = max(begin, stretch.first), min(end, stretch.first + stretch.samples)
+    def _made(self, part: RankPart, item: tuple[Stretch, int]) -> list[Batch | Columns]:
+        """Return a rank's parts of the batches of a stretch. Those of batches that reach beyond
+        it are columns: what follows is in the next stretch."""
+        (stretch, begin), size = item, self.batch_size
+        low, high = max(begin, stretch.first), min(self._end, stretch.first + stretch.samples)
         if low >= high:
             return []
-        columns = self._picked(self.source.read(stretch.blocks), stretch, low, high)
+        edges = [low, *range((low // size + 1) * size, high, size), high]
+        if part.ranks == 1:
+            columns, cuts = self._read(stretch, low, high), [edge - low for edge in edges]
+        else:
+            wanted = [self._within(part, *span) for span in pairwise(edges)]
+            columns = self._read_some(stretch, wanted)
+            cuts = [0, *np.cumsum([last - first for first, last in wanted]).tolist()]
         made: list[Batch | Columns] = []
-        at = low
-        while at < high:
-            edge = min(end, (at // self.batch_size + 1) * self.batch_size)
-            part = columns.part(at - low, min(edge, high) - low, ends=edge <= high)
-            is_whole = part.ends and at % self.batch_size == 0
-            made.append(self._batch(part) if is_whole else part)
-            at = edge
+        for (first, last), here in zip(pairwise(edges), pairwise(cuts), strict=True):
+            ends = last == self._end or last % size == 0
+            in_part = columns.part(*here, ends=ends)
+            made.append(self._batch(in_part) if ends and first % size == 0 else in_part)
         return made
 
-    def _picked(self, samples: Samples, stretch: Stretch, low: int, high: int) -> Columns:
+    def _within(self, part: RankPart, first: int, last: int) -> tuple[int, int]:
+        """Return the places of a rank's samples among those from `first` to `last` of the epoch,
+        all of one batch."""
+        begin = first // self.batch_size * self.batch_size
+        low, high = part.of(min(self.batch_size, self._end - begin))
+        low, high = max(first, begin + low), min(last, begin + high)
+        return (low, high) if low < high else (first, first)
+
+    def _read(self, stretch: Stretch, low: int, high: int) -> Columns:
         """Return the samples at these places of the epoch, in its order."""
-        order = stretch.order()
-        here = slice(low - stretch.first, high - stretch.first)
+        order, here = stretch.order(), slice(low - stretch.first, high - stretch.first)
         places = np.arange(here.start, here.stop) if order is None else order[here]
+        return self._picked(self.source.read(stretch.blocks), places)
+
+    def _read_some(self, stretch: Stretch, spans: Sequence[tuple[int, int]]) -> Columns:
+        """Return the samples in these spans of the epoch, in its order, and read few others."""
+        places = np.concatenate([np.arange(*span) for span in spans]) - stretch.first
+        if not len(places):
+            return self._no_samples
+        if (order := stretch.order()) is not None:
+            places = order[places]
+        # Sources read samples in ascending order; `where` finds each one in what they return.
+        where = np.full(stretch.samples, -1)
+        where[places] = 0
+        ascending = np.flatnonzero(where == 0)
+        blocks, numbers = self._order.numbers(stretch, ascending)
+        read, where[ascending] = read_some(self.source, self._order.firsts, blocks, numbers)
+        return self._picked(read, where[places])
+
+    @cached_property
+    def _no_samples(self) -> Columns:
+        """The columns of a part without samples. A source need not be able to read no block."""
+        return self._picked(self.source.read(np.zeros(1, np.int64)), np.zeros(0, np.int64))
+
+    def _picked(self, samples: Samples, places: NDArray[np.int64]) -> Columns:
+        """Copy the samples at these places."""
         jagged = {}
         for name, lists in samples.jagged.items():
             if name not in self.features:
@@ -271,6 +322,12 @@ class Loader(BatchReader[ClickBatch]):
     features and their order. `sparse` is [B, F] if every sample has one id of each feature, and
     jagged otherwise. Memory: about (2 x workers + 1) x `mixed` samples.
 
+    With several ranks `batch_size` is global: each rank gets its part of every batch, and the parts
+    in rank order are the batch of a single process, bit for bit. Parts differ by at most one
+    sample; in a short batch some may be empty. So `len()` and batch numbers are the same on all
+    ranks. The ranks are those of torch.distributed if it is initialized when reading begins, or
+    `rank` and `ranks`; `rank=0, ranks=1` reads whole batches.
+
     A batch may be changed in place. It shares the memory of its stretch, which stays as long as
     any of its batches; to keep a few of many batches, keep `batch.clone()`.
     """
@@ -294,7 +351,7 @@ class Loader(BatchReader[ClickBatch]):
             else:
                 here[:] = np.arange(end + 1, end + size + 1)
                 values.append(columns.ids[:, self._single.index(name)])
-            end = int(here[-1])
+            end += len(values[-1])
         return KeyedJaggedTensor(self.features, self._cat(values), offsets=offsets)
 
 

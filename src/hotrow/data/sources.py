@@ -44,7 +44,10 @@ class Samples:
 
 
 class Source(Protocol):
-    """Blocks of samples. A block is read as a whole; several threads read at once."""
+    """Blocks of samples. A block is read as a whole; several threads read at once.
+
+    A source may also have `take(numbers)`, which returns the samples of these ascending numbers:
+    then a rank reads its samples alone, instead of their blocks."""
 
     features: tuple[str, ...]  # in the order of a batch's columns
     single: tuple[str, ...]  # features with one id per sample: the columns of `ids`
@@ -159,28 +162,50 @@ class SubsetSource:
     def __init__(self, source: Source, numbers: NDArray[np.int64]) -> None:
         self.features, self.single = source.features, source.single
         self._source, self._numbers = source, numbers
-        edges = np.cumsum([0, *source.sizes])
-        self._cuts = np.searchsorted(numbers, edges)
+        self._edges = np.cumsum([0, *source.sizes])
+        self._cuts = np.searchsorted(numbers, self._edges)
         sizes = np.diff(self._cuts)
         self._blocks = np.flatnonzero(sizes)  # of the source; empty ones are left out
-        self._firsts, self.sizes = edges[self._blocks], sizes[self._blocks]
+        self.sizes = sizes[self._blocks]
 
     def read(self, blocks: NDArray[np.int64]) -> Samples:
         theirs = self._blocks[blocks]
         cuts = zip(self._cuts[theirs], self._cuts[theirs + 1], strict=True)
-        numbers = np.concatenate([self._numbers[low:high] for low, high in cuts])
-        if hasattr(self._source, "take"):
-            samples: Samples = self._source.take(numbers)
-            return samples
-        # Where each block lies in what is read, minus where it lies among all samples.
-        starts = np.cumsum([0, *self._source.sizes[theirs]])[:-1] - self._firsts[blocks]
-        places = numbers + np.repeat(starts, self.sizes[blocks])
-        read = self._source.read(theirs)
+        return self._taken(np.concatenate([self._numbers[low:high] for low, high in cuts]))
+
+    def take(self, numbers: NDArray[np.int64]) -> Samples:
+        """Return the samples of these ascending numbers, which count the samples of the subset."""
+        return self._taken(self._numbers[numbers])
+
+    def _taken(self, numbers: NDArray[np.int64]) -> Samples:
+        blocks = np.searchsorted(self._edges, numbers, side="right") - 1
+        read, places = read_some(self._source, self._edges[:-1], blocks, numbers)
+        if len(read) == len(numbers):
+            return read
         lists = {}
         for name, jagged in read.jagged.items():
             offsets, inside = lists_in(jagged, places)
             lists[name] = Jagged(offsets, jagged.values[inside])
         return Samples(read.ids[places], read.dense[places], read.label[places], lists)
+
+
+def read_some(
+    source: Source,
+    firsts: NDArray[np.int64],
+    blocks: NDArray[np.int64],
+    numbers: NDArray[np.int64],
+) -> tuple[Samples, NDArray[np.int64]]:
+    """Read the samples of these ascending numbers, each from its block, of which `firsts` are the
+    first samples. Return what was read, and the place of each sample in it. A source that reads
+    whole blocks alone returns all samples of these."""
+    if hasattr(source, "take"):
+        samples: Samples = source.take(numbers)
+        return samples, np.arange(len(numbers))
+    needed = blocks[np.flatnonzero(np.diff(blocks, prepend=-1))]
+    sizes = source.sizes[needed]
+    # Where each block lies in what is read, minus where it lies among all samples.
+    shifts = np.cumsum(sizes) - sizes - firsts[needed]
+    return source.read(needed), numbers + shifts[np.searchsorted(needed, blocks)]
 
 
 def _by_shard(firsts: NDArray[np.int64], numbers: NDArray[np.int64]) -> Iterator[tuple[int, slice]]:

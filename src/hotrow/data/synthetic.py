@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hotrow.data.batches import ClickBatch, SequenceBatch, positions
 from hotrow.data.popularity import Counted, Scatter, Zipf
+from hotrow.data.ranks import current_part, given_part
 from hotrow.inputs.batch import KeyedJaggedTensor
 from hotrow.support.hashing import hashed, key_of
 from hotrow.support.messages import few
@@ -247,9 +248,13 @@ class Generated(Generic[Batch]):
     def __getitem__(self, index: int) -> Batch:
         return self.batch(index)
 
-    def batches(self, start: int, stop: int) -> Iterator[Batch]:
-        """Return batches start, start + 1 ... stop - 1."""
-        return map(self.batch, range(start, stop))
+    def batches(
+        self, start: int, stop: int, *, rank: int | None = None, ranks: int | None = None
+    ) -> Iterator[Batch]:
+        """Return batches start, start + 1 ... stop - 1; of each, the part of this rank, as a
+        `Loader` does. `batch` returns whole batches on every rank."""
+        part = given_part(rank, ranks) or current_part()
+        return (part.cut(self.batch(index)) for index in range(start, stop))
 
     def best_auc(self, indices: Iterable[int]) -> float:
         """Return the AUC of the truth on these batches; no trained model can expect to beat it."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,20 @@ class Order:
         """`sizes`: the samples of each block."""
         self._sizes, self._mixed, self._seed = sizes, mixed, seed
         self.samples = int(sizes.sum())
+
+    @cached_property
+    def firsts(self) -> Places:
+        """The first sample of each block, as they lie."""
+        return np.cumsum(self._sizes) - self._sizes
+
+    def numbers(self, stretch: Stretch, places: Places) -> tuple[Places, Places]:
+        """Return the blocks and the numbers of the samples at these places of a stretch, where its
+        blocks are read one after another."""
+        sizes = self._sizes[stretch.blocks]
+        ends = np.cumsum(sizes)
+        of = np.searchsorted(ends, places, side="right")
+        blocks = stretch.blocks[of]
+        return blocks, places + (self.firsts[stretch.blocks] - (ends - sizes))[of]
 
     def stretches(self, epoch: int, first: int = 0) -> Iterator[Stretch]:
         """Yield the stretches of an epoch, from the one that holds the sample at `first` on."""

@@ -24,6 +24,7 @@ from hotrow.data import (
 from hotrow.data.loader import MIXED, BatchReader, check_histories, histories_of
 from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.format import SPLITS
+from hotrow.data.ranks import current_part
 from hotrow.data.sources import numbers_of
 from hotrow.data.synthetic import SyntheticConfig
 from hotrow.engine.profile import Profile
@@ -114,8 +115,9 @@ class Generated:
         self.lookups: dict[str, int] | None = dict(zip(names, lookups, strict=True))
 
     def batches(self, steps: int, start: int = 0) -> Iterator[AnyBatch]:
+        part = current_part()
         for step in range(start, steps):
-            batch = self.drawn.batch(step % self.batches_per_epoch)
+            batch = part.cut(self.drawn.batch(step % self.batches_per_epoch))
             yield map_tensors(batch, Tensor.pin_memory) if self._pins else batch
 
     @cached_property
