@@ -200,12 +200,10 @@ def test_moving_or_halving_a_model_leaves_its_rows_alone() -> None:
     assert embedding(CASE.batches(1)[0]).values().dtype == torch.float32
 
 
-def test_a_process_group_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_group_that_begins_later_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     embedding = tight()
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(RuntimeError, match="a process group of 2 ranks is running"):
-        tight()
     with pytest.raises(RuntimeError, match="silently diverge"):
         next(hotrow.ahead(CASE.batches(3), embedding))
 

@@ -10,7 +10,8 @@ added in the order of ranks, so their sum depends on neither strategy nor budget
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -35,18 +36,21 @@ from hotrow.distributed.ranks import (
     RankError,
     Ranks,
 )
+from hotrow.distributed.reads import Reads
 from hotrow.distributed.shared_rows import SharedRows, SharedWork
+from hotrow.distributed.wire import Wire
 from hotrow.engine.schedule import at_once
-from hotrow.inputs.batch import BadId, Lookups, no_lookups
+from hotrow.inputs.batch import BadId, no_lookups
 from hotrow.kernels import reference
 from hotrow.kernels.reference import SortedIds, sort_ids
 from hotrow.support.streams import Lanes
 
 _BITS = 62  # tables in a word of a header
 _KEPT = 8  # batches whose vectors are kept after they came
-_MOST_INT32 = 2**31 - 1
 _TOLD = "is known on all ranks"
-VECTORS, WHOLE_ROWS = range(2)  # what is read
+
+
+OnGrads = Callable[[Sequence["OwnGrads"], Collection[str]], None]
 
 
 class Shared(NamedTuple):
@@ -86,14 +90,6 @@ class OwnGrads:
     grads: Tensor
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """Rows of each width that a rank reads."""
-
-    routes: Sequence[Route]
-    what: int
-
-
 class Exchange:
     """What one collection exchanges with its copies on other ranks."""
 
@@ -106,22 +102,34 @@ class Exchange:
         writing: Callable[[], AbstractContextManager[object]],
         reading: Callable[[], AbstractContextManager[object]],
     ) -> None:
+        """`writing` and `reading`: inside, no other thread changes rows. The latter is a method of
+        what owns this object, so it is kept weakly."""
         self.ranks, self.groups, self._tables = ranks, tuple(groups), tuple(tables)
-        self._lanes, self._writing, self._reading = lanes, writing, reading
+        self._lanes, self._writing = lanes, writing
+        self.wire = Wire(ranks, self.groups)
+        self.reads = Reads(self.wire, reading)
         self._mask_words = -(-len(tables) // _BITS)
         words = 1 + self._mask_words + 2 * len(self.groups)
-        self.number = ranks.add(self, words)
+        self.number = self.reads.number = ranks.add(self, words)
         self._serial = 0  # of batches
         self._steps = 0  # of exchanges of gradients
-        self.sent: Counter[str] = Counter()  # bytes, by kind
         self.agreed_depth = 0
-        self.propose_depth: Callable[[], int] = lambda: 0
-        self.on_grads: Callable[[Sequence[OwnGrads], Collection[str]], None] = lambda *_: None
+        # Weak references: their objects own this one.
+        self._propose_depth: Callable[[], Callable[[], int] | None] = lambda: None
+        self._on_grads: Callable[[], OnGrads | None] = lambda: None
         self.owes_grads = False  # vectors came, and gradients were not exchanged since
         self.is_joined = False  # inside of hotrow.join
         # Batches that other ranks train without this one, by their serial numbers.
         self._foreign: dict[int, Shared] = {}
         self._fetched: deque[Shared] = deque()
+
+    def serve(self, propose_depth: Callable[[], int]) -> None:
+        """Take the method that says how many batches are worth knowing ahead."""
+        self._propose_depth = weakref.WeakMethod(propose_depth)
+
+    def update_by(self, on_grads: OnGrads) -> None:
+        """Take the method that updates rows from gradients of all ranks."""
+        self._on_grads = weakref.WeakMethod(on_grads)
 
     def _run(self, header: Header, task: Any, channel: Channel | None = None) -> Any:
         return self.ranks.run(header, task, channel)
@@ -137,7 +145,7 @@ class Exchange:
         if op is Op.GRADS:
             return self._perform_grads(headers, task)
         if op is Op.READ:
-            return self._perform_read(headers, doers, task, channel)
+            return self.reads.perform(headers, doers, task, channel)
         return self._perform_check(task)
 
     # -- ids ---------------------------------------------------------------------------
@@ -162,8 +170,10 @@ class Exchange:
         for place, work in zip(places, works, strict=True):
             for rank, count in enumerate(work.route.counts):
                 counts[rank][place] = count
+        propose_depth = self._propose_depth()
+        depth = 0 if propose_depth is None else propose_depth()
         header = Header(
-            Op.BATCH, self.number, self._serial + 1, status, self.propose_depth(), same_as,
+            Op.BATCH, self.number, self._serial + 1, status, depth, same_as,
             words=[sum(1 << place for place in places)], counts=counts,
         )  # fmt: skip
         task = _Announced(works, places, error, ended, same_as)
@@ -204,7 +214,7 @@ class Exchange:
         theirs = [headers.words(r, 1, len(groups)) for r in range(size)]
         by_place = {} if task is None else dict(zip(task.places, task.works, strict=True))
         routes = {place: work.route for place, work in by_place.items()}
-        numbers = self._send_numbers(places, routes, theirs)
+        numbers = self.wire.send_numbers(places, routes, theirs)
         works = []
         for place in places:
             work = by_place.get(place) or self._nothing(place)
@@ -223,34 +233,6 @@ class Exchange:
         ids = SortedIds(none, none, torch.zeros(1, dtype=torch.int64), none)
         lookups = no_lookups(len(group.layout.features))
         return SharedWork(group, lookups, ids, Route(none, none, [0] * self.ranks.size))
-
-    def _send_numbers(
-        self,
-        places: Sequence[int],
-        routes: dict[int, Route],
-        theirs: Sequence[Sequence[int]],
-        channel: Channel | None = None,
-    ) -> dict[int, Tensor]:
-        """Send ids of some groups to their owners; return those that all ranks ask of this one, by
-        group, in the order of ranks."""
-        ranks, channel = self.ranks, channel or self.ranks.training
-        parts = {place: x.numbers.split(x.counts) for place, x in routes.items()}
-        sent = [parts[place][rank] for rank in range(ranks.size) for place in parts]
-        counts = [sum(x.counts[rank] for x in routes.values()) for rank in range(ranks.size)]
-        most_rows = max(group.layout.num_rows for group in self.groups)
-        kind = torch.int32 if most_rows <= _MOST_INT32 else torch.int64
-        values = torch.cat(sent).to(kind) if sent else torch.empty(0, dtype=kind)
-        self._count("ids", values, counts)
-        received = [[by_group[place] for place in places] for by_group in theirs]
-        came = ranks.exchange(values, counts, list(map(sum, received)), channel).long()
-        pieces = came.split([count for counts in received for count in counts])
-        return {place: torch.cat(pieces[k :: len(places)]) for k, place in enumerate(places)}
-
-    def _count(self, kind: str, values: Tensor, counts: Sequence[int]) -> None:
-        """Count the bytes that leave this rank."""
-        if len(values):
-            others = sum(counts) - counts[self.ranks.rank]
-            self.sent[kind] += others * (values.nbytes // len(values))
 
     def _raise_errors(self, headers: Headers, error: Exception | None) -> None:
         is_bad_id = isinstance(error, BadId)
@@ -287,14 +269,16 @@ class Exchange:
         for work in shared.works:
             with self._writing(), torch.no_grad():
                 rows = work.inner.group.lookup(work.inner, work.inner.lookups)
-            self._count("rows", rows, work.received)
+            self.wire.count("rows", rows, work.received)
             counts = work.route.counts
             vectors = self.ranks.exchange(rows, work.received, counts, self.ranks.training)
             work.vectors, work.version = work.group.in_order(work.route, vectors), version
         self._fetched.append(shared)
         if len(self._fetched) > _KEPT:
-            for work in self._fetched.popleft().works:
-                work.vectors, work.version = None, -1
+            oldest = self._fetched.popleft()
+            if not any(oldest is other for other in self._fetched):
+                for work in oldest.works:
+                    work.vectors, work.version = None, -1
 
     # -- gradients ---------------------------------------------------------------------
 
@@ -304,8 +288,8 @@ class Exchange:
             self.send_grads({}, ())
 
     def send_grads(self, grads: dict[int, Grads], tables: Collection[str]) -> None:
-        """Send gradients, by the place of a group, to the owners of their rows; then `on_grads` is
-        called with what came, and the tables that have a gradient on some rank."""
+        """Send gradients, by the place of a group, to the owners of their rows; then `update_by`
+        is called with what came, and the tables that have a gradient on some rank."""
         self.owes_grads = False
         size, groups = self.ranks.size, self.groups
         ways = {place: self._way_of(place, x) for place, x in grads.items()}
@@ -348,7 +332,7 @@ class Exchange:
             if route is not None:
                 sums = grads[place].sums[route.order.to(group.device)] / self.ranks.size
             counts = [0] * self.ranks.size if route is None else route.counts
-            self._count("grads", sums, counts)
+            self.wire.count("grads", sums, counts)
             theirs = self.ranks.exchange(sums, counts, received, self.ranks.training)
             if len(forms) == 1 and 0 not in forms:  # all ranks have gradients of one batch
                 work = grads[place].work
@@ -358,10 +342,12 @@ class Exchange:
                 continue
             routes = {} if route is None else {place: route}
             by_rank = [[0] * place + [n] + [0] * (count - place - 1) for n in received]
-            numbers = self._send_numbers([place], routes, by_rank)[place].to(group.device)
+            numbers = self.wire.send_numbers([place], routes, by_rank)[place].to(group.device)
             ids = sort_ids(numbers, group.inner.layout.num_rows)
             came.append(OwnGrads(place, None, ids.ids, reference.sum_pairs(theirs, ids)))
-        self.on_grads(came, tables)
+        on_grads = self._on_grads()
+        assert on_grads is not None
+        on_grads(came, tables)
 
     def _mask_of(self, tables: Collection[str]) -> list[int]:
         words = [0] * self._mask_words
@@ -375,87 +361,6 @@ class Exchange:
             return any(mask[number // _BITS] >> number % _BITS & 1 for mask in masks)
 
         return tuple(name for number, name in enumerate(self._tables) if has(number))
-
-    # -- reading -----------------------------------------------------------------------
-
-    def read_vectors(self, lookups: Sequence[Lookups], *, aside: bool) -> list[Tensor]:
-        """Return one vector per bag of each width, as of one finished step."""
-        ids = [
-            sort_ids(x.ids.cpu(), group.layout.num_rows)
-            for group, x in zip(self.groups, lookups, strict=True)
-        ]
-        routes = [g.owners.route(x.ids) for g, x in zip(self.groups, ids, strict=True)]
-        vectors = self._read(_Wanted(routes, VECTORS), aside=aside)
-        pooled = []
-        for group, x, found, route, part in zip(
-            self.groups, lookups, ids, routes, vectors, strict=True
-        ):
-            here = SortedIds(*(y.to(group.device) for y in vars(found).values()))
-            pooled.append(group.pool(group.in_order(route, part), here, x))
-        return pooled
-
-    def read_rows(self, place: int, ids: Tensor) -> Tensor:
-        """Return rows of one width with their state, in the order of ids, which are given once and
-        ascend."""
-        none = torch.empty(0, dtype=torch.int64)
-        routes = [group.owners.route(ids if k == place else none) for k, group in
-                  enumerate(self.groups)]  # fmt: skip
-        rows = self._read(_Wanted(routes, WHOLE_ROWS), aside=False)[place]
-        return self.groups[place].in_order(routes[place], rows)[:-1]
-
-    def _read(self, wanted: _Wanted, *, aside: bool) -> list[Tensor]:
-        channel = self.ranks.aside if aside else self.ranks.training
-        counts = [
-            [route.counts[rank] for route in wanted.routes] for rank in range(self.ranks.size)
-        ]
-        header = Header(Op.READ, self.number, wanted.what, counts=counts)
-        found: list[Tensor] = self._run(header, wanted, channel)
-        return found
-
-    def _perform_read(
-        self, headers: Headers, doers: list[bool], wanted: _Wanted | None, channel: Channel
-    ) -> list[Tensor]:
-        size, groups = self.ranks.size, self.groups
-        what = headers.column(SERIAL)[doers.index(True)]
-        nothing = [0] * len(groups)
-        theirs = [
-            headers.words(r, 0, len(groups)) if does else nothing for r, does in enumerate(doers)
-        ]
-        routes = {} if wanted is None else dict(enumerate(wanted.routes))
-        numbers = self._send_numbers(range(len(groups)), routes, theirs, channel)
-        found = []
-        with torch.no_grad():
-            own = self._rows_for(numbers, what)
-        for place, rows in enumerate(own):
-            sent = [counts[place] for counts in theirs]
-            counts = routes[place].counts if routes else [0] * size
-            found.append(self.ranks.exchange(rows, sent, counts, channel))
-        return found
-
-    def _rows_for(self, numbers: dict[int, Tensor], what: int) -> list[Tensor]:
-        """Read own rows of all widths as of one finished step."""
-        found, groups = [], self.groups
-        parts = {k: groups[k].inner.parts_of(groups[k].reading_of(x)) for k, x in numbers.items()}
-        with self._reading():
-            for place, group in enumerate(groups):
-                inner = group.inner
-                if what == VECTORS:
-                    found.append(inner.read_parts(parts[place]).float())
-                    continue
-                rows = torch.empty(len(numbers[place]), inner.width)
-                found.append(self._gathered(inner, numbers[place], rows).to(group.device))
-        return found
-
-    @staticmethod
-    def _gathered(inner: Any, numbers: Tensor, out: Tensor) -> Tensor:
-        """Read rows with their state; ranks may ask for the same ones."""
-        ids = sort_ids(numbers, inner.layout.num_rows)
-        step = max(int(inner.chunk_rows), 1024)
-        unique = torch.empty(len(ids.ids), out.shape[1])
-        for first in range(0, len(unique), step):
-            part = slice(first, first + step)
-            inner.gather(ids.ids[part], out=unique[part])
-        return unique[ids.inverse]
 
     # -- agreement ---------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
@@ -297,7 +297,11 @@ def _tickets(reader: Reader, order: schedule.Order, clock: Clock) -> Generator[T
     while (read := reader.read_to_learn()) is not None:
         yield read
         reader.learn(read)
-    yield from schedule.run(reader.stages, reader.admit, order, reader.lanes, clock)
+    with closing(schedule.run(reader.stages, reader.admit, order, reader.lanes, clock)) as tickets:
+        reader.read_ahead()
+        for ticket in tickets:
+            yield ticket
+            reader.read_ahead()
 
 
 @contextmanager

@@ -138,10 +138,10 @@ def row_numbers(table: str, rows: Tensor, size: int) -> Tensor:
     return rows.long()
 
 
-def refuse_replicas() -> None:
-    """Raise in a process group of several ranks."""
+def refuse_replicas(exchange: object = None) -> None:
+    """Raise in a process group of several ranks, unless they exchange rows."""
     distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
+    if exchange is None and distributed.is_available() and distributed.is_initialized():
         size = distributed.get_world_size()
         if size > 1:
             raise RuntimeError(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hotrow.distributed.exchange import Shared
 from hotrow.embedding.arguments import refuse_replicas
+from hotrow.embedding.plan_memory import PlanMemory
 from hotrow.embedding.row_groups import Group, RowGroups
 from hotrow.embedding.step import PendingStep
 from hotrow.embedding.torch_surface import weights_count
@@ -35,12 +36,19 @@ from hotrow.inputs.batch import (
     weights_of,
 )
 from hotrow.inputs.calls import JoinedCalls
-from hotrow.inputs.room import Room
-from hotrow.support.messages import few, warn
+from hotrow.support.messages import warn
 from hotrow.support.streams import capturing
 from hotrow.support.threads import TrainingThread
 
 _RECENT = 8  # batches among which equal ids in new tensors are searched
+
+
+_CHANGED = (
+    "its ids were changed after they were read, in a way that torch's versions do not see (.data, "
+    "numpy, or a loader that fills its buffers again), so its step looked up and updated the rows "
+    "of the ids before. Change ids where batches are made, by operations that torch sees, or in a "
+    "copy (ids.clone()), and train again from before that batch"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,12 +107,10 @@ class Pipeline:
         self._rows, self._step, self.thread = rows, step, thread
         self._features = features
         if rows.exchange is not None:
-            rows.exchange.propose_depth = self._own_useful_depth
+            rows.exchange.serve(rows.useful_depth)
         self.planned: deque[PlannedBatch] = deque()
         self.forget_planned()
-        self._buffers: dict[Any, Tensor] = {}
-        self._jagged_buffer: Tensor | None = None
-        self._room = Room()
+        self._memory = PlanMemory(rows)
         self.is_weighted: bool | None = None  # None: weights are used where a batch has them
         self.iterator: Callable[[], Any] | None = None  # a weak reference to the running one
         self._warned = False
@@ -112,27 +118,22 @@ class Pipeline:
 
     # -- batches -----------------------------------------------------------------------
 
-    def prepare(
-        self,
-        features: Any,
-        device: torch.device | None = None,
-        *,
-        held: bool = False,
-        only: Group | None = None,
-    ) -> PlannedBatch:
-        """Check a batch of ids, which is on `device` or anywhere; move nothing.
-
-        If it is `held` until it is looked up, its ids are compared then with what they are now.
-        `only`: the one group that it looks up. Several ranks call this together.
-        """
+    def prepare(self, features: Any, *args: Any, **options: Any) -> PlannedBatch:
+        """Check a batch of ids, and exchange them with other ranks, which call this as well; move
+        no row. Arguments are those of `_prepared`."""
+        planned = self._checked(features, *args, **options)
         if self._rows.exchange is None:
-            return self._prepared(features, device, held=held, only=only)
-        try:
-            planned = self._prepared(features, device, held=held, only=only)
-        except Exception as error:
-            self._rows.exchange.announce(error=error)
-            raise
+            return planned
         return self._announced(planned, 0) or planned
+
+    def _checked(self, features: Any, *args: Any, **options: Any) -> PlannedBatch:
+        """Prepare what this rank looks up; raise on all ranks if it cannot be looked up."""
+        try:
+            return self._prepared(features, *args, **options)
+        except Exception as error:
+            if self._rows.exchange is not None:
+                self._rows.exchange.announce(error=error)
+            raise
 
     def _announced(self, planned: PlannedBatch, same_as: int) -> PlannedBatch | None:
         """Exchange the ids of a batch with other ranks; None: all look up the same as before."""
@@ -150,8 +151,15 @@ class Pipeline:
         return exchange.announce(error=error, ended=error is None) is None
 
     def _prepared(
-        self, features: Any, device: torch.device | None, *, held: bool, only: Group | None
+        self,
+        features: Any,
+        device: torch.device | None = None,
+        *,
+        held: bool = False,
+        only: Group | None = None,
     ) -> PlannedBatch:
+        """`device`: where the batch is, None: anywhere. If it is `held` until it is looked up, its
+        ids are compared then with what they are now. `only`: the one group that it looks up."""
         groups = self._rows.lookup_groups if only is None else [only]
         first = self._rows.lookup_groups[0].planning  # all groups have the same kind of engine
         is_joined = isinstance(features, JoinedCalls)
@@ -174,11 +182,11 @@ class Pipeline:
         if rows.strategy.on_host:
             return
         with rows.lock.writing():
-            self._allocate_slots(planned)
+            self._memory.allocate_slots(planned.works)
             with rows.lanes.on("plan"):
                 values = planned.batch.values
                 if rows.exchange is None:
-                    values = self._staged(values)
+                    values = self._memory.staged(values)
                 for work in planned.works:
                     work.group.planning.expect(work, values)
 
@@ -249,21 +257,16 @@ class Pipeline:
     def plan_call(self, call: JoinedCalls, group: Group, *, is_first: bool) -> PlannedBatch:
         """Plan what a module looks up in a group, or let it take the direct path: while batches
         are planned, and the first time, when slots are not allocated."""
-        self._refuse_replicas()
+        refuse_replicas(self._rows.exchange)
         planned = self.prepare(call, self._rows.device, only=group)
         self._start(planned, direct=is_first or self.finish_abandoned() is not None)
         return planned
 
     def _plan_now(self, features: Any) -> PlannedBatch:
         """Plan ids that were not announced, or read them directly while others are planned."""
-        self._refuse_replicas()
-        exchange, device = self._rows.exchange, self._rows.device
-        try:
-            planned = self._prepared(features, device, held=False, only=None)
-        except Exception as error:
-            if exchange is not None:
-                exchange.announce(error=error)
-            raise
+        refuse_replicas(self._rows.exchange)
+        exchange = self._rows.exchange
+        planned = self._checked(features, self._rows.device)
         # The model may have built the same ids anew; a loop may have taken several batches.
         every = islice(reversed(self.planned), _RECENT)
         known = next((recent for recent in every if planned.reads_like(recent)), None)
@@ -291,15 +294,11 @@ class Pipeline:
             works = [work.moving for work in planned.works]
             outside = [work for work in works if direct and work.group.go_direct(work)]
             if len(outside) < len(works):
-                self._allocate_slots(planned)
+                self._memory.allocate_slots(planned.works)
         if rows.exchange is not None and rows.device.type != "cpu":
             for shared in planned.works:
                 shared.arrive(planned.batch)
         at_once([work for work in works if work not in outside], rows.lanes)
-
-    def _refuse_replicas(self) -> None:
-        if self._rows.exchange is None:
-            refuse_replicas()
 
     def fetch(self, planned: PlannedBatch) -> None:
         """Get the vectors of a batch from the ranks that own its rows, if there are several."""
@@ -314,63 +313,14 @@ class Pipeline:
     # -- memory for plans --------------------------------------------------------------
 
     def reserve(self, batch_size: int, lookups: Mapping[str, int] | None = None) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1 sample, not {batch_size}")
-        counts = dict.fromkeys(self._features, 1) | dict(lookups or {})
-        if unknown := counts.keys() - set(self._features):
-            raise ValueError(
-                f"no feature {min(unknown)!r}; there are {few(map(repr, self._features))}"
-            )
-        groups = self._rows.groups
-        layouts = [group.layout for group in self._rows.lookup_groups]
-        per_sample = [sum(counts[key] for key in layout.keys) for layout in layouts]
-        sizes = [batch_size * count for count in per_sample]
-        with self._rows.lock.writing():
-            self._rows.make_room(sizes)
-        for group, size in zip(groups, sizes, strict=True):
-            group.expected_rows = size
+        self._memory.reserve(self._features, batch_size, lookups)
 
     def reserve_like(self, features: Any) -> None:
-        planned = self.prepare(features)
+        works = [work.moving for work in self.prepare(features).works]
         with self._rows.lock.writing():
-            self._make_room(planned)
-        for work in (work.moving for work in planned.works):
+            self._memory.make_room(works)
+        for work in works:
             work.group.expected_rows = work.count_distinct()
-
-    def _make_room(self, first: PlannedBatch) -> None:
-        """Let slots give way to the plans of batches like the first, while that is possible."""
-        if self._rows.can_resize and len(first.works) == len(self._rows.groups):
-            # Where sizes change, larger ones will come, and `Room` rounds them up.
-            spare = 0.0 if first.batch.offsets is None else 1 / 3
-            works = [work.moving for work in first.works]
-            sizes = [work.group.plan_room.size_for(work, spare=spare) for work in works]
-            self._rows.make_room(sizes)
-
-    def _allocate_slots(self, first: PlannedBatch) -> None:
-        """Allocate slots if this is the first batch, which says how much plans take."""
-        self._make_room(first)
-        self._rows.allocate_slots()  # of each width: an error may have left one without
-
-    def _staged(self, values: Tensor) -> Tensor:
-        """Copy ids to the device, to one buffer per shape; they are read before the next copy."""
-        rows = self._rows
-        if values.device == rows.device:
-            rows.lanes.keep_for("plan", [values])
-            return values.contiguous()
-        if values.dim() == 1:  # jagged: one buffer for any number of ids
-            buffer = self._jagged_buffer
-            if buffer is None or len(buffer) < len(values):
-                size = self._room(len(values))
-                buffer = torch.zeros(size, dtype=values.dtype, device=rows.device)
-                self._jagged_buffer = buffer
-            buffer[: len(values)].copy_(values, non_blocking=True)
-            return buffer
-        key = (values.shape, values.dtype)
-        if key not in self._buffers:
-            if len(self._buffers) >= 8:  # shapes that change all the time
-                return values.to(rows.device, non_blocking=True)
-            self._buffers[key] = torch.empty(*key[:1], dtype=key[1], device=rows.device)
-        return self._buffers[key].copy_(values, non_blocking=True)
 
     # -- passes of hotrow.ahead --------------------------------------------------------
 
@@ -385,7 +335,7 @@ class Pipeline:
                 "each other's rows. For validation inside its loop call the model directly, "
                 "without ahead; else finish the first one's loop, or call its close()"
             )
-        self._refuse_replicas()
+        refuse_replicas(self._rows.exchange)
         self.thread.iterate()
         for group in self._rows.every_group:
             group.planning.take_changed()  # of a pass that ended with an error
@@ -449,13 +399,7 @@ class Pipeline:
         numbers = [group.planning.take_changed() for group in self._rows.every_group]
         number = min((n for n in numbers if n is not None), default=None)
         if number is not None:
-            raise RuntimeError(
-                f"batch {number:,} of this pass, counted from 0: its ids were changed after they "
-                "were read, in a way that torch's versions do not see (.data, numpy, or a loader "
-                "that fills its buffers again), so its step looked up and updated the rows of the "
-                "ids before. Change ids where batches are made, by operations that torch sees, or "
-                "in a copy (ids.clone()), and train again from before that batch"
-            )
+            raise RuntimeError(f"batch {number:,} of this pass, counted from 0: {_CHANGED}")
 
     def refuse_if_running(self, what: str) -> None:
         """Raise unless training stands still: no iterator runs, and no update is pending."""
@@ -496,15 +440,4 @@ class Pipeline:
         """Return how many batches ahead are worth knowing, within the budget's bytes for ids. On
         several ranks all have to know equally many: what they agreed on with the newest batch."""
         exchange = self._rows.exchange
-        return self._own_useful_depth() if exchange is None else exchange.agreed_depth
-
-    def _own_useful_depth(self) -> int:
-        depths = [
-            depth for group in self._rows.groups if (depth := group.planning.depth()) is not None
-        ]
-        limits = [depth.limit for depth in depths if depth.limit is not None]
-        if limits:  # planners of a device, which keep ids themselves and look through all of them
-            return int(max(0, min(*limits, *(depth.useful for depth in depths))))
-        bytes_per_batch = sum(depth.bytes_per_batch for depth in depths)
-        affordable = self._rows.window_bytes // max(1, bytes_per_batch)
-        return int(min(affordable, max((depth.useful for depth in depths), default=0)))
+        return self._rows.useful_depth() if exchange is None else exchange.agreed_depth

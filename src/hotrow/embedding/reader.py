@@ -33,6 +33,11 @@ PlannedBatches = Sequence[tuple[EmbeddingBagCollection, PlannedBatch]]
 
 _MOST_AHEAD = 256  # beyond this the batches themselves take more memory than hits are worth
 _WATCHED_BATCHES = 64  # of a pass, for which draws of random numbers are compared
+_REFILLED = (
+    "The loader fills memory again that it gave for a batch which was still to be trained, after "
+    "many batches with memory of their own. Let it give new tensors for each batch, such as "
+    "batch.clone(), or read none ahead: depth=0"
+)
 _NO_BATCH = object()
 # Batches of iterators that were read ahead and dropped, because a loop was left early.
 _dropped: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -148,6 +153,65 @@ def _warn_of_dropped(loader: Iterator[Any]) -> None:
             )
 
 
+class LoaderEnds:
+    """Tells other ranks that this one's loader has ended, or failed, where they have a batch."""
+
+    def __init__(
+        self, collections: Iterable[EmbeddingBagCollection], served: ServedModules
+    ) -> None:
+        self._collections = [c for c in collections if c.ranks is not None]
+        self._served = served
+
+    @property
+    def is_shared(self) -> bool:
+        return bool(self._collections)
+
+    def tell(self, error: Exception | None) -> bool:
+        """Tell other ranks of an error, or None: of the end. Return whether no rank has a batch."""
+        ended = True
+        for collection in self._collections:
+            if collection.training and not self._served.is_learning:
+                try:
+                    ended &= collection.pipeline.end_batches(error)
+                except Exception:
+                    if error is None:
+                        raise
+                    break  # the same error, which all ranks know now
+        return ended
+
+
+class Window:
+    """How many batches are to be known."""
+
+    def __init__(
+        self, collections: Iterable[EmbeddingBagCollection], depth: int | None, last_cycle: int
+    ) -> None:
+        every = list(collections)
+        self._moving = [c.pipeline for c in every if not c.strategy.everything]
+        self._plannings = [group.planning for c in every for group in c.groups]
+        # Plans may be late on some rank, while all ranks read equally many batches.
+        self._late = last_cycle if any(c.ranks is not None for c in every) else 0
+        self._depth, self._asked, self._last_useful = depth, 0, 0
+
+    def wanted(self, yielded: int) -> int:
+        """Return how many batches are to be known when so many were yielded."""
+        limits = [x.most_ahead for x in self._plannings if x.most_ahead is not None]
+        useful = self._useful(yielded)
+        if limits and self._late:  # what ranks have agreed on has their limits
+            return 1 + min([useful, *(x.useful_depth() for x in self._moving)]) - self._late
+        return 1 + int(min([useful, *limits]))
+
+    def _useful(self, yielded: int) -> int:
+        if self._depth is not None:
+            return self._depth
+        # It changes slowly once the slots are full, so it is not computed every time.
+        if yielded < 64 or yielded >= self._asked + 16:
+            self._asked = yielded
+            useful = min((x.useful_depth() for x in self._moving), default=0)
+            self._last_useful = min(useful, _MOST_AHEAD)
+        return self._last_useful
+
+
 class Reader:
     """Reads a loader ahead of planning. Refers to no `Ahead`, so that one can be freed at once."""
 
@@ -192,9 +256,8 @@ class Reader:
         self._exhausted = False
         self._count = 0
         self.yielded = 0
-        self._groups = [group for c in collections.values() for group in c.groups]
-        self._shared = [c for c in collections.values() if c.ranks is not None]
-        self._asked = self._last_useful = 0
+        self._ends = LoaderEnds(collections.values(), served)
+        self._window = Window(collections.values(), self._depth, self.stages[-1].cycle)
         if self._landing is not None:
             self._landing.begin(self.lane)
 
@@ -227,27 +290,40 @@ class Reader:
         for collection in self._collections.values():
             collection.pipeline.is_learning = learns
 
-    # ----------------------------------------------------------------------------------
-
     def admit(self) -> ReadBatch | None:
         """Return the next batch to plan; read on, so that the plan knows what it must."""
         least = self._least
-        if self.yielded > self._skipped:
+        if self._ends.is_shared:
+            wanted = news = 0  # `read_ahead` has read
+        elif self.yielded > self._skipped:
             # Two are read for each one that leaves, until the window is full.
-            wanted = max(least, self._wanted())
+            wanted = max(least, self._window.wanted(self.yielded))
             news = max(2, least - len(self._known))
         else:
             # Training starts with as few batches as can overlap, and does not wait for more.
-            wanted = max(least, min(2, self._wanted()))
+            wanted = max(least, min(2, self._window.wanted(self.yielded)))
             news = wanted + self._skipped - self._count
         for _ in range(news):
             if len(self._known) < wanted and not self._exhausted:
                 self._read()
                 # A larger batch than any before makes the window shorter.
-                wanted = min(wanted, max(least, self._wanted()))
+                wanted = min(wanted, max(least, self._window.wanted(self.yielded)))
         if len(self._known) < least and not self._exhausted:
             return None
         return self._upload(self._known.popleft()) if self._known else None
+
+    def read_ahead(self) -> None:
+        """On several ranks, read before a batch is yielded: equally many batches on each rank,
+        whatever became of a rank's own plans."""
+        if not self._ends.is_shared:
+            return
+        wanted = max(self._least, self._window.wanted(self.yielded))
+        planned = self.yielded + self.stages[-1].cycle
+        few = planned + max(self._least, min(2, wanted))
+        # Two are read for each one that leaves, until the window is full.
+        end = max(few, min(planned + wanted, self._count + 2))
+        while self._count < end and not self._exhausted:
+            self._read()
 
     def _upload(self, read: ReadBatch) -> ReadBatch:
         """Move the batch itself to the device: only its ids went there before."""
@@ -317,9 +393,7 @@ class Reader:
             return None
         return RuntimeError(
             f"batch {read.number:,} of this pass, counted from 0, was changed between reading and "
-            f"training: {what}. The loader fills memory again that it gave for a batch which was "
-            "still to be trained, after many batches with memory of their own. Let it give new "
-            "tensors for each batch, such as batch.clone(), or read none ahead: depth=0"
+            f"training: {what}. {_REFILLED}"
         )
 
     def _split(self, read: ReadBatch) -> Split:
@@ -377,25 +451,6 @@ class Reader:
         if isinstance(self._iterator, Kept):
             self._iterator.end()
 
-    def _wanted(self) -> int:
-        """Return how many batches are to be known."""
-        if self._shared:  # what ranks agreed on has their limits
-            return 1 + int(self._useful())
-        most = [group.planning.most_ahead for group in self._groups]
-        limits = [count for count in most if count is not None]
-        return 1 + int(min([self._useful(), *limits]))
-
-    def _useful(self) -> int:
-        if self._depth is not None:
-            return self._depth
-        # It changes slowly once the slots are full, so it is not computed every time.
-        if self.yielded < 64 or self.yielded >= self._asked + 16:
-            self._asked = self.yielded
-            moving = [c for c in self._collections.values() if not c.strategy.everything]
-            useful = min((c.pipeline.useful_depth() for c in moving), default=0)
-            self._last_useful = min(useful, _MOST_AHEAD)
-        return self._last_useful
-
     def _read(self) -> None:
         while self._sent:
             self._sent.pop().wait()
@@ -411,7 +466,7 @@ class Reader:
                 held, batch = batch, batch.batch
             self._count += 1
         except StopIteration:
-            if self._shared and not self._ends_everywhere():
+            if self._ends.is_shared and not self._ends_everywhere():
                 return
             self._exhausted = True
             if self._count == 0:
@@ -422,7 +477,7 @@ class Reader:
             return
         except Exception as error:
             # It is raised when the batches before it have been trained.
-            self._tell(error)
+            self._ends.tell(error)
             self._end_with(error)
             return
         parted = batch if isinstance(batch, Parted) else None
@@ -430,7 +485,7 @@ class Reader:
             read = self._prepare(batch if parted is None else parted.batch, parted)
         except Exception as error:
             if not is_told(error):
-                self._tell(error)
+                self._ends.tell(error)
             self._end_with(error)
             return
         if self.saves_loader:
@@ -444,25 +499,10 @@ class Reader:
         read.held, read.number = held, self._count - 1
         self._known.append(read)
 
-    def _tell(self, error: Exception | None) -> bool:
-        """Tell other ranks that this one has an error, or no further batch. Return whether no rank
-        has one."""
-        ended = True
-        for collection in self._shared:
-            if collection.training and not self._served.is_learning:
-                try:
-                    ended &= collection.pipeline.end_batches(error)
-                except Exception:
-                    if error is None:
-                        raise
-                    break  # the same error
-        return ended
-
     def _ends_everywhere(self) -> bool:
-        """Whether all ranks are out of batches. Inside of hotrow.join others may have some: this
-        one goes on taking part while its own batches are trained."""
+        """Whether no rank has a batch. Inside of hotrow.join others may: this one takes part."""
         try:
-            ended = self._tell(None)
+            ended = self._ends.tell(None)
         except Exception as error:
             self._end_with(error)
             return False

@@ -124,7 +124,7 @@ class RowAccess:
             layout = self._rows.lookup_groups[place].layout
             base = layout.bases[[x.name for x in layout.tables].index(table)]
             ordered, order = (rows + base).sort()
-            found = exchange.read_rows(place, ordered).cpu()
+            found = exchange.reads.rows(place, ordered).cpu()
             out = torch.empty_like(found)
             out[order] = found
             return out

@@ -362,6 +362,17 @@ class RowGroups:
         for group in self.groups:
             group.plan_room.allocate()
 
+    def useful_depth(self) -> int:
+        """Return how many batches ahead are worth knowing, within the budget's bytes for ids."""
+        every = [group.planning.depth() for group in self.groups]
+        depths = [depth for depth in every if depth is not None]
+        limits = [depth.limit for depth in depths if depth.limit is not None]
+        if limits:  # planners of a device, which keep ids themselves and look through all of them
+            return int(max(0, min(*limits, *(depth.useful for depth in depths))))
+        bytes_per_batch = sum(depth.bytes_per_batch for depth in depths)
+        affordable = self.window_bytes // max(1, bytes_per_batch)
+        return int(min(affordable, max((depth.useful for depth in depths), default=0)))
+
     @property
     def is_on_host(self) -> bool:
         """Whether the CPU trains rows that have slots: after `train_on_host()`."""
@@ -407,7 +418,7 @@ class RowGroups:
         """Read the bags of each group as of one finished step; change no map, hold or counter.
         `aside`: from a thread beside the one that trains."""
         if self.exchange is not None:
-            return self.exchange.read_vectors(lookups, aside=aside)
+            return self.exchange.reads.vectors(lookups, aside=aside)
         while True:
             groups = self.groups
             parts = [group.parts_of(x) for group, x in zip(groups, lookups, strict=True)]
@@ -422,7 +433,7 @@ class RowGroups:
             place = self.groups.index(self.find(table)[0])
             every = [no_lookups(len(x.layout.features), x.device) for x in self.lookup_groups]
             every[place] = lookups(self.lookup_groups[place])
-            return self.exchange.read_vectors(every, aside=False)[place]
+            return self.exchange.reads.vectors(every, aside=False)[place]
         while True:
             groups, group = self.groups, self.find(table)[0]
             parts = group.parts_of(lookups(group))

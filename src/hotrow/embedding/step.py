@@ -8,9 +8,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from itertools import zip_longest
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +17,23 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from hotrow.distributed.exchange import Grads, OwnGrads
 from hotrow.embedding import dense_steps
+from hotrow.embedding.row_grads import (
+    GroupGrads,
+    LookupCall,
+    RowGrads,
+    joined_grads,
+    sums_of,
+    whole_batches,
+)
 from hotrow.embedding.row_groups import Group, RowGroups
 from hotrow.embedding.stand_ins import stand_in_of
 from hotrow.embedding.waiting import WaitingGrads
-from hotrow.engine.row_sums import RowSums
-from hotrow.engine.split_batch import Place
 from hotrow.engine.work import Work
 from hotrow.inputs.batch import Lookups, no_lookups
-from hotrow.kernels import reference
 from hotrow.support.interrupts import uninterrupted
 from hotrow.support.messages import warn
 from hotrow.support.streams import capturing
-from hotrow.support.threads import Call, TrainingThread
+from hotrow.support.threads import TrainingThread
 
 _NO_LOOKUPS = no_lookups(0)
 _MOST_CHECKS = 64  # a loop may train rows alone, beside a dense part that is trained elsewhere
@@ -174,43 +178,6 @@ def _joined_already(parts: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((bags * count, dim), (dim, 1))
 
 
-@dataclass(frozen=True)
-class _Call:
-    """When a lookup ran, and the backward pass it was recomputed in, -1 for none."""
-
-    number: int
-    inside: int
-    open: Call | None = None  # until its gradients come
-
-
-@dataclass
-class _RowGrads:
-    """Gradients of one lookup."""
-
-    call: _Call
-    work: Work
-    x: Lookups
-    of_bags: Tensor | None  # [bags, dim], until they are summed
-    of_rows: tuple[Tensor, Tensor] | None  # ids, each once, and their gradients [n, dim]
-    open_pass: int | None  # the backward pass that has yet to end well; None: it has
-
-    def summed(self) -> tuple[Tensor, Tensor]:
-        """Return the sums by row."""
-        if self.of_rows is None:
-            assert self.of_bags is not None
-            self.of_rows = self.work.group.grads_by_row(self.work, self.x, self.of_bags)
-            self.of_bags = None
-        return self.of_rows
-
-
-class _Arrived(NamedTuple):
-    """Gradients of one width."""
-
-    place: int  # of the group
-    group: Any
-    grads: list[_RowGrads]
-
-
 class _Promise:
     """A callback of autograd: called when a backward pass succeeds, and freed when it fails."""
 
@@ -232,7 +199,7 @@ class PendingStep:
         self._lock, self._optimizer = rows.lock, rows.optimizer
         self.grad_scale: Any = None
         self._accumulating = 0
-        self._waiting: list[_RowGrads] = []
+        self._waiting: list[RowGrads] = []
         # Autograd's engine alone holds the promises: those that are freed belong to failed passes.
         self._open: dict[int, weakref.ref[_Promise]] = {}
         self._calls = 0
@@ -244,7 +211,7 @@ class PendingStep:
         self.for_step: WaitingGrads | None = None
         self._fuses = False  # the step comes at once, so the end of the pass may update rows
         if rows.exchange is not None:
-            rows.exchange.on_grads = self._apply
+            rows.exchange.update_by(self._apply)
         self._stream: torch.cuda.Stream | None = None  # where the newest gradients were made
 
     @property
@@ -257,7 +224,7 @@ class PendingStep:
         self._forget_failed()
         return self.is_accumulating or bool(self._waiting)
 
-    def begin_call(self) -> _Call:
+    def begin_call(self) -> LookupCall:
         """Note a lookup; inside a backward pass it is a recomputation."""
         self._calls += 1
         self._free_zeroed()
@@ -265,8 +232,8 @@ class PendingStep:
         if inside != -1:
             # A checkpoint may run a backward pass of its own in here: the outer one is the step.
             self._promise(inside)
-            return _Call(self._calls, inside)
-        return _Call(self._calls, inside, self._thread.open_call())
+            return LookupCall(self._calls, inside)
+        return LookupCall(self._calls, inside, self._thread.open_call())
 
     def _free_zeroed(self) -> None:
         """Free gradients of before. torch has no hook for `zero_grad()`, which most loops call
@@ -274,18 +241,18 @@ class PendingStep:
         if self.for_step is not None:
             self.for_step.free_zeroed()
 
-    def end_call(self, call: _Call) -> None:
+    def end_call(self, call: LookupCall) -> None:
         """Note that gradients of a lookup have come."""
         if call.open is not None:
             self._thread.close_call(call.open)
 
-    def add(self, call: _Call, work: Work, x: Lookups, grads: Tensor) -> None:
+    def add(self, call: LookupCall, work: Work, x: Lookups, grads: Tensor) -> None:
         current = torch._C._current_graph_task_id() if call.inside == -1 else call.inside
         self.passes += 1
         self._free_zeroed()
         self._note_repetition()
         self._promise(current)
-        row_grads = _RowGrads(call, work, x, grads, None, current)
+        row_grads = RowGrads(call, work, x, grads, None, current)
         # Parts of a batch are joined first, bag by bag.
         waits = self._accumulating or not (self.at_once or self.for_step is not None)
         if work.whole is None and waits:
@@ -381,10 +348,10 @@ class PendingStep:
                 self._apply_all(*self._take())
             return
         by_group, tables = self._take()
-        grads = {place: Grads(*_join(group, x)) for place, group, x in by_group}
+        grads = {place: Grads(*joined_grads(group, x)) for place, group, x in by_group}
         exchange.send_grads(grads, tables)  # calls `_apply` with what came
 
-    def _take(self) -> tuple[list[_Arrived], tuple[str, ...]]:
+    def _take(self) -> tuple[list[GroupGrads], tuple[str, ...]]:
         """Take the gradients that wait, by group, and the tables that have one."""
         waiting = sorted(self._waiting, key=lambda x: x.call.number)
         self._waiting.clear()
@@ -396,9 +363,9 @@ class PendingStep:
                 "no row was changed: call backward() before these"
             )
         if any(x.work.whole is not None for x in waiting):
-            waiting = _whole(waiting)
+            waiting = whole_batches(waiting)
         by_group = [
-            _Arrived(place, group, row_grads)
+            GroupGrads(place, group, row_grads)
             for place, group in enumerate(self._rows.lookup_groups)
             if (row_grads := [x for x in waiting if x.work.group is group])
         ]
@@ -408,19 +375,21 @@ class PendingStep:
         """Update the rows that this rank owns, from the gradients of all ranks."""
         by_group = []
         for x in own:
-            grads = _RowGrads(_Call(0, -1), x.work, _NO_LOOKUPS, None, (x.ids, x.grads), None)
+            grads = RowGrads(LookupCall(0, -1), x.work, _NO_LOOKUPS, None, (x.ids, x.grads), None)
             if x.work is not None:
-                grads = _RowGrads(grads.call, x.work, x.work.lookups, x.grads, None, None)
-            by_group.append(_Arrived(x.place, self._rows.groups[x.place], [grads]))
+                grads = RowGrads(grads.call, x.work, x.work.lookups, x.grads, None, None)
+            by_group.append(GroupGrads(x.place, self._rows.groups[x.place], [grads]))
         self._apply_all(by_group, tuple(tables))
 
-    def _apply_all(self, by_group: Sequence[_Arrived], tables: tuple[str, ...]) -> None:
+    def _apply_all(self, by_group: Sequence[GroupGrads], tables: tuple[str, ...]) -> None:
         """Update rows, or let their gradients wait for the step of an optimizer."""
         if not tables:
             return
         if self.for_step is not None and not self._fuses:
             with self.writing():
-                self.for_step.add({place: _sums(group, x) for place, group, x in by_group}, tables)
+                self.for_step.add(
+                    {place: sums_of(group, x) for place, group, x in by_group}, tables
+                )
             self.for_step.publish()
             return
         if self.at_once:
@@ -436,9 +405,9 @@ class PendingStep:
                         or only.of_bags is None
                         or not group.update_planned(only.work, only.x, only.of_bags)
                     ):
-                        _update(group, *_join(group, row_grads))
+                        _update(group, *joined_grads(group, row_grads))
             return
-        updates = [(group, *_join(group, row_grads)) for _, group, row_grads in by_group]
+        updates = [(group, *joined_grads(group, row_grads)) for _, group, row_grads in by_group]
         if self.grad_scale is not None:
             scale = getattr(self.grad_scale, "get_scale", lambda: self.grad_scale)()
             updates = [(group, ids, grads / scale, work) for group, ids, grads, work in updates]
@@ -479,7 +448,7 @@ class PendingStep:
         self._rows.version += 1
         self._updated_at = self._added_at
 
-    def _tables_in(self, by_group: Sequence[_Arrived]) -> tuple[str, ...]:
+    def _tables_in(self, by_group: Sequence[GroupGrads]) -> tuple[str, ...]:
         """Return the tables whose vectors have a gradient: this step is theirs alone."""
         names = self._optimizer.names
         if len(by_group) == len(self._rows.groups) and all(
@@ -542,85 +511,3 @@ class PendingStep:
 def _update(group: Group, ids: Tensor, grads: Tensor, work: Work | None) -> None:
     with group.timed(work):
         group.update(ids, grads, work)
-
-
-def _sums(group: Group, waiting: list[_RowGrads]) -> list[RowSums]:
-    """Return the sums of each lookup."""
-    return [
-        RowSums(*each.of_rows, each.work)
-        if each.of_bags is None and each.of_rows is not None
-        else group.sums.of_batch(each.work, each.x, _present(each.of_bags))
-        for each in waiting
-    ]
-
-
-def _present(grads: Tensor | None) -> Tensor:
-    assert grads is not None
-    return grads
-
-
-def _join(group: Group, waiting: list[_RowGrads]) -> tuple[Tensor, Tensor, Work | None]:
-    """Return unique ids of a group, their summed gradients, and the batch if there is only one."""
-    if len(waiting) == 1:
-        only = waiting[0]
-        return *only.summed(), only.work
-    every, grads = zip(*(each.summed() for each in waiting), strict=True)
-    ids = reference.sort_ids(torch.cat(every), group.layout.num_rows)
-    return ids.ids, reference.sum_pairs(torch.cat(grads), ids), None
-
-
-# -- parts -------------------------------------------------------------------------------
-
-
-def _whole(waiting: list[_RowGrads]) -> list[_RowGrads]:
-    """Join the parts of each batch that was trained in parts."""
-    whole: list[_RowGrads] = []
-    parts: dict[int, dict[int, list[_RowGrads]]] = {}  # by batch, then by the part's first sample
-    for row_grads in waiting:
-        if row_grads.work.place is None:
-            whole.append(row_grads)
-        else:
-            of_batch = parts.setdefault(id(row_grads.work.whole), {})
-            of_batch.setdefault(row_grads.work.place.first, []).append(row_grads)
-    for of_batch in parts.values():
-        # If a part was looked up twice, so were the others, in the same order.
-        for calls in zip_longest(*(of_batch[first] for first in sorted(of_batch))):
-            whole.append(_side_by_side([part for part in calls if part is not None]))
-    return sorted(whole, key=lambda x: x.call.number)
-
-
-def _side_by_side(parts: list[_RowGrads]) -> _RowGrads:
-    """Return gradients of a batch's bags from those of its parts; 0 for a part without any."""
-    whole = parts[0].work.whole
-    assert whole is not None
-    x, weights, grads = whole.lookups, None, [part.of_bags for part in parts]
-    if any(part.x.weights is not None for part in parts):
-        given = [part.x.weights for part in parts]
-        weights = _placed(given, [_place(part).lookups for part in parts], x.num_lookups)
-    every = _placed(grads, [_place(part).bags for part in parts], x.num_bags)
-    x = replace(x, weights=weights, used=_used_by_any(parts))
-    return _RowGrads(parts[0].call, whole, x, every, None, None)
-
-
-def _used_by_any(parts: list[_RowGrads]) -> tuple[bool, ...] | None:
-    """Return which features have a gradient in some part of a batch; None: all."""
-    by_part = [part.x.used for part in parts if part.x.used is not None]
-    used = tuple(map(any, zip(*by_part, strict=True)))
-    return None if len(by_part) < len(parts) or all(used) else used
-
-
-def _place(grads: _RowGrads) -> Place:
-    assert grads.work.place is not None
-    return grads.work.place
-
-
-def _placed(values: Sequence[Tensor | None], places: Sequence[slice | Tensor], size: int) -> Tensor:
-    parts = [(part, at) for part, at in zip(values, places, strict=True) if part is not None]
-    first = parts[0][0]
-    is_complete = sum(len(part) for part, _ in parts) == size
-    if is_complete and all(isinstance(at, slice) for _, at in parts):
-        return first if len(parts) == 1 else torch.cat([part for part, _ in parts])
-    every = first.new_zeros(size, *first.shape[1:])
-    for part, at in parts:
-        every[at] = part.to(every.dtype)
-    return every

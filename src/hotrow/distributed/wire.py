@@ -1,0 +1,55 @@
+"""Ids of several widths in one message, and the bytes that leave a rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hotrow.distributed.owners import Route
+from hotrow.distributed.ranks import Channel, Ranks
+from hotrow.distributed.shared_rows import SharedRows
+
+_MOST_INT32 = 2**31 - 1
+
+
+class Wire:
+    """Sends ids to the owners of their rows, and counts what is sent."""
+
+    def __init__(self, ranks: Ranks, groups: Sequence[SharedRows]) -> None:
+        self.ranks, self.groups = ranks, tuple(groups)
+        self.sent: Counter[str] = Counter()  # bytes, by kind
+        most_rows = max(group.layout.num_rows for group in groups)
+        self._kind = torch.int32 if most_rows <= _MOST_INT32 else torch.int64
+
+    def send_numbers(
+        self,
+        places: Sequence[int],
+        routes: dict[int, Route],
+        theirs: Sequence[Sequence[int]],
+        channel: Channel | None = None,
+    ) -> dict[int, Tensor]:
+        """Send the ids of some groups to the owners of their rows; return those that all ranks ask
+        of this one, by group, in the order of ranks.
+
+        `places`: of the groups that some rank has ids of; `routes`: of those that this one has;
+        `theirs`: how many ids of each group a rank asks for, by rank.
+        """
+        ranks, channel = self.ranks, channel or self.ranks.training
+        parts = {place: x.numbers.split(x.counts) for place, x in routes.items()}
+        sent = [parts[place][rank] for rank in range(ranks.size) for place in parts]
+        counts = [sum(x.counts[rank] for x in routes.values()) for rank in range(ranks.size)]
+        values = torch.cat(sent).to(self._kind) if sent else torch.empty(0, dtype=self._kind)
+        self.count("ids", values, counts)
+        received = [[by_group[place] for place in places] for by_group in theirs]
+        came = ranks.exchange(values, counts, list(map(sum, received)), channel).long()
+        pieces = came.split([count for counts in received for count in counts])
+        return {place: torch.cat(pieces[k :: len(places)]) for k, place in enumerate(places)}
+
+    def count(self, kind: str, values: Tensor, counts: Sequence[int]) -> None:
+        """Count the bytes that leave this rank; `counts`: the items for each rank."""
+        if len(values):
+            others = sum(counts) - counts[self.ranks.rank]
+            self.sent[kind] += others * (values.nbytes // len(values))
