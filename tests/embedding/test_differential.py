@@ -85,8 +85,8 @@ def forget_frozen_rows(patch: pytest.MonkeyPatch) -> None:
 
 def forget_accumulated(patch: pytest.MonkeyPatch) -> None:
     """Of several gradients of one step the last ones are dropped."""
-    join = step_module._join
-    patch.setattr(step_module, "_join", lambda group, waiting: join(group, waiting[:1]))
+    join = step_module.joined_grads
+    patch.setattr(step_module, "joined_grads", lambda group, waiting: join(group, waiting[:1]))
 
 
 def forget_state(patch: pytest.MonkeyPatch) -> None:
