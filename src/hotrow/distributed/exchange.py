@@ -10,12 +10,13 @@ added in the order of ranks, so their sum depends on neither strategy nor budget
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +52,14 @@ _TOLD = "is known on all ranks"
 
 
 OnGrads = Callable[[Sequence["OwnGrads"], Collection[str]], None]
+
+
+class RuleSettings(Protocol):
+    """The settings of an optimizer's rule, table by table, as plain values."""
+
+    def numbers(self) -> list[dict[str, Any]]: ...
+
+    def use_numbers(self, numbers: list[dict[str, Any]]) -> None: ...
 
 
 class Shared(NamedTuple):
@@ -117,6 +126,7 @@ class Exchange:
         # Weak references: their objects own this one.
         self._propose_depth: Callable[[], Callable[[], int] | None] = lambda: None
         self._on_grads: Callable[[], OnGrads | None] = lambda: None
+        self._settings: Callable[[], RuleSettings | None] = lambda: None
         self.owes_grads = False  # vectors came, and gradients were not exchanged since
         self.is_joined = False  # inside of hotrow.join
         # Batches that other ranks train without this one, by their serial numbers.
@@ -127,9 +137,15 @@ class Exchange:
         """Take the method that says how many batches are worth knowing ahead."""
         self._propose_depth = weakref.WeakMethod(propose_depth)
 
-    def update_by(self, on_grads: OnGrads) -> None:
-        """Take the method that updates rows from gradients of all ranks."""
-        self._on_grads = weakref.WeakMethod(on_grads)
+    def update_by(self, on_grads: OnGrads, settings: RuleSettings) -> None:
+        """Take the method that updates rows from gradients of all ranks, and what has the settings
+        of these updates."""
+        self._on_grads, self._settings = weakref.WeakMethod(on_grads), weakref.ref(settings)
+
+    def join(self, joins: bool) -> None:
+        """Let ranks have different numbers of batches from now on, or no longer."""
+        self.is_joined = joins
+        self._foreign.clear()
 
     def _run(self, header: Header, task: Any, channel: Channel | None = None) -> Any:
         return self.ranks.run(header, task, channel)
@@ -143,7 +159,7 @@ class Exchange:
         if op is Op.ROWS:
             return self._perform_rows(headers, task)
         if op is Op.GRADS:
-            return self._perform_grads(headers, task)
+            return self._perform_grads(headers, doers, task)
         if op is Op.READ:
             return self.reads.perform(headers, doers, task, channel)
         return self._perform_check(task)
@@ -310,8 +326,10 @@ class Exchange:
             return x.work.serial, x.work.route
         return 0, self.groups[place].owners.route(x.ids.cpu())
 
-    def _perform_grads(self, headers: Headers, task: Any) -> None:
+    def _perform_grads(self, headers: Headers, doers: list[bool], task: Any) -> None:
         self._steps += 1
+        if not all(doers):
+            self._follow_settings(doers)
         grads: dict[int, Grads] = {}
         ways: dict[int, tuple[int, Route]] = {}
         if task is not None:
@@ -348,6 +366,17 @@ class Exchange:
         on_grads = self._on_grads()
         assert on_grads is not None
         on_grads(came, tables)
+
+    def _follow_settings(self, doers: list[bool]) -> None:
+        """Let ranks that only serve update rows with the settings of those that train: schedules
+        go on there alone."""
+        settings = self._settings()
+        assert settings is not None
+        is_doer = doers[self.ranks.rank]
+        mine = json.dumps(settings.numbers()) if is_doer else ""
+        texts = self.ranks.texts(mine, self.ranks.training)
+        if not is_doer:
+            settings.use_numbers(json.loads(texts[doers.index(True)]))
 
     def _mask_of(self, tables: Collection[str]) -> list[int]:
         words = [0] * self._mask_words

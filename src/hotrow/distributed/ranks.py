@@ -88,16 +88,26 @@ class Headers:
 
 class Channel:
     """A pair of process groups for the messages of one thread in each rank: one for numbers of
-    the host, and one for rows, which may be on a device."""
+    the host, and one for rows, which may be on a device.
+
+    torch owns the groups. A reference of ours would let them outlive `destroy_process_group()`,
+    and their threads abort the process when it ends.
+    """
 
     def __init__(self, members: list[int], timeout: Any, backend: str) -> None:
         # Of some ranks alone, the others take no part in opening a group.
         options: dict[str, Any] = {"timeout": timeout}
         options["use_local_synchronization"] = len(members) < dist.get_world_size()
-        self.numbers = dist.new_group(members, backend="gloo", **options)
-        self.rows = self.numbers
+        self._numbers = self._rows = weakref.ref(dist.new_group(members, backend="gloo", **options))
         if backend != "gloo":
-            self.rows = dist.new_group(members, backend=backend, **options)
+            self._rows = weakref.ref(dist.new_group(members, backend=backend, **options))
+
+    def group_for(self, values: Tensor) -> Any:
+        """Return the process group in which values cross."""
+        group = (self._numbers if values.device.type == "cpu" else self._rows)()
+        if group is None:
+            raise RankError("the process group was destroyed, and rows of other ranks with it")
+        return group
 
 
 class Ranks:
@@ -142,18 +152,18 @@ class Ranks:
         if header.counts:
             counts = torch.tensor(header.counts)
             words[:, first : first + counts.shape[1]] = counts
-        return Headers(self._all_to_all(words, None, None, channel.numbers).view_as(words))
+        return Headers(self._all_to_all(words, None, None, channel).view_as(words))
 
     def exchange(
         self, values: Tensor, sent: list[int], received: list[int], channel: Channel
     ) -> Tensor:
         """Send `sent[r]` items of `values` to each rank `r`; return what came, by rank."""
-        group = channel.numbers if values.device.type == "cpu" else channel.rows
-        return self._all_to_all(values, sent, received, group)
+        return self._all_to_all(values, sent, received, channel)
 
     def _all_to_all(
-        self, values: Tensor, sent: list[int] | None, received: list[int] | None, group: Any
+        self, values: Tensor, sent: list[int] | None, received: list[int] | None, channel: Channel
     ) -> Tensor:
+        group = channel.group_for(values)
         count = len(values) if received is None else sum(received)
         out = values.new_empty(count, *values.shape[1:])
         try:
@@ -169,9 +179,9 @@ class Ranks:
         """Return what each rank says."""
         mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
         lengths = torch.full((self.size,), len(mine), dtype=torch.int64)
-        theirs = self._all_to_all(lengths, None, None, channel.numbers).tolist()
+        theirs = self._all_to_all(lengths, None, None, channel).tolist()
         sent = [len(mine)] * self.size
-        every = self._all_to_all(mine.repeat(self.size), sent, theirs, channel.numbers)
+        every = self._all_to_all(mine.repeat(self.size), sent, theirs, channel)
         return [bytes(x.numpy()).decode().strip() for x in every.split(theirs)]
 
     # -- agreement ---------------------------------------------------------------------

@@ -188,6 +188,16 @@ class RowOptimizer(torch.optim.Optimizer):
         steps = dict(zip(self.names, self.steps, strict=True))
         return {"rule": type(self.rule).__name__, "steps": steps, "param_groups": groups}
 
+    def numbers(self) -> list[dict[str, Any]]:
+        """Return the settings of each table as plain values."""
+        names = self.setting_names
+        return [{name: _plain(group[name]) for name in names} for group in self.param_groups]
+
+    def use_numbers(self, numbers: list[dict[str, Any]]) -> None:
+        """Take settings that `numbers` gave on another rank."""
+        for group, values in zip(self.param_groups, numbers, strict=True):
+            group.update(values)
+
     def load_settings_dict(self, settings: dict[str, Any]) -> None:
         """Load settings and steps; the caller also loads the state of rows."""
         named = {group["name"]: group for group in settings["param_groups"]}
@@ -216,6 +226,10 @@ class RowOptimizer(torch.optim.Optimizer):
 
 def _settings_of(rule: RowRule) -> dict[str, Any]:
     return {field.name: getattr(rule, field.name) for field in fields(rule)}
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if isinstance(value, Tensor) else value
 
 
 def _fixed(value: Any) -> Any:
