@@ -59,7 +59,7 @@ class RuleSettings(Protocol):
 
     def numbers(self) -> list[dict[str, Any]]: ...
 
-    def use_numbers(self, numbers: list[dict[str, Any]]) -> None: ...
+    def used(self, numbers: list[dict[str, Any]] | None) -> AbstractContextManager[None]: ...
 
 
 class Shared(NamedTuple):
@@ -116,7 +116,7 @@ class Exchange:
         self.ranks, self.groups, self._tables = ranks, tuple(groups), tuple(tables)
         self._lanes, self._writing = lanes, writing
         self.wire = Wire(ranks, self.groups)
-        self.reads = Reads(self.wire, reading)
+        self.reads = Reads(self.wire, reading, self.settle_grads)
         self._mask_words = -(-len(tables) // _BITS)
         words = 1 + self._mask_words + 2 * len(self.groups)
         self.number = self.reads.number = ranks.add(self, words)
@@ -328,8 +328,6 @@ class Exchange:
 
     def _perform_grads(self, headers: Headers, doers: list[bool], task: Any) -> None:
         self._steps += 1
-        if not all(doers):
-            self._follow_settings(doers)
         grads: dict[int, Grads] = {}
         ways: dict[int, tuple[int, Route]] = {}
         if task is not None:
@@ -363,20 +361,21 @@ class Exchange:
             numbers = self.wire.send_numbers([place], routes, by_rank)[place].to(group.device)
             ids = sort_ids(numbers, group.inner.layout.num_rows)
             came.append(OwnGrads(place, None, ids.ids, reference.sum_pairs(theirs, ids)))
-        on_grads = self._on_grads()
+        on_grads, settings = self._on_grads(), self._settings()
         assert on_grads is not None
-        on_grads(came, tables)
-
-    def _follow_settings(self, doers: list[bool]) -> None:
-        """Let ranks that only serve update rows with the settings of those that train: schedules
-        go on there alone."""
-        settings = self._settings()
         assert settings is not None
-        is_doer = doers[self.ranks.rank]
-        mine = json.dumps(settings.numbers()) if is_doer else ""
+        with settings.used(self._numbers_of(settings, headers.with_status(HAS_GRADS))):
+            on_grads(came, tables)
+
+    def _numbers_of(self, settings: RuleSettings, ranks: Sequence[int]) -> Any:
+        """Return the settings of a rank that has gradients, for one that has none: it takes part
+        late, when a schedule may have moved on, or its schedules rest. None: its own."""
+        if len(ranks) == self.ranks.size:
+            return None
+        has_grads = self.ranks.rank in ranks
+        mine = json.dumps(settings.numbers()) if has_grads else ""
         texts = self.ranks.texts(mine, self.ranks.training)
-        if not is_doer:
-            settings.use_numbers(json.loads(texts[doers.index(True)]))
+        return None if has_grads else json.loads(texts[ranks[0]])
 
     def _mask_of(self, tables: Collection[str]) -> list[int]:
         words = [0] * self._mask_words

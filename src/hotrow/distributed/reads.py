@@ -37,8 +37,14 @@ class Reads:
 
     number = 0  # of the collection
 
-    def __init__(self, wire: Wire, reading: Callable[[], AbstractContextManager[object]]) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        reading: Callable[[], AbstractContextManager[object]],
+        settle_grads: Callable[[], None],
+    ) -> None:
         self._wire, self._reading = wire, weakref.WeakMethod(reading)
+        self._settle_grads = weakref.WeakMethod(settle_grads)
 
     def vectors(self, lookups: Sequence[Lookups], *, aside: bool) -> list[Tensor]:
         """Return one vector per bag of each width, as of one finished step."""
@@ -67,6 +73,9 @@ class Reads:
 
     def _read(self, wanted: _Wanted, *, aside: bool) -> list[Tensor]:
         channel = self._wire.ranks.aside if aside else self._wire.ranks.training
+        settle_grads = None if aside else self._settle_grads()
+        if settle_grads is not None:  # the batch before may have had no gradient here
+            settle_grads()
         counts = [
             [route.counts[rank] for route in wanted.routes] for rank in range(self._wire.ranks.size)
         ]

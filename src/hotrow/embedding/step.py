@@ -227,6 +227,8 @@ class PendingStep:
     def begin_call(self) -> LookupCall:
         """Note a lookup; inside a backward pass it is a recomputation."""
         self._calls += 1
+        if self._rows.exchange is not None:  # a rank without a gradient makes its step later
+            self._optimizer.expect_step()
         self._free_zeroed()
         inside = torch._C._current_graph_task_id()
         if inside != -1:
