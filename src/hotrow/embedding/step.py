@@ -462,7 +462,7 @@ class PendingStep:
     def _tables_in(self, by_group: Sequence[GroupGrads]) -> tuple[str, ...]:
         """Return the tables whose vectors have a gradient: this step is theirs alone."""
         names = self._optimizer.names
-        if len(by_group) == len(self._rows.groups) and all(
+        if len(by_group) == len(self._rows.lookup_groups) and all(
             row_grads.x.used is None and not row_grads.x.parts
             for _, _, waiting in by_group
             for row_grads in waiting
