@@ -31,8 +31,17 @@ from builders import (
     train,
     variant,
 )
-from contracts import DEVICE, ENGINES, GpuEngine, assert_like, by_gpu, on_device
+from contracts import (
+    DEVICE,
+    ENGINES,
+    GpuEngine,
+    assert_like,
+    by_gpu,
+    looking_ahead,
+    on_device,
+)
 from hotrow.engine.gpu import scratchpad
+from hotrow.engine.gpu.planner import DevicePlanner
 from hotrow.engine.gpu.planning import DevicePlanning
 from hotrow.engine.rules import PINNED
 from hotrow.engine.stages import FUSED
@@ -315,9 +324,9 @@ def test_what_is_launched_to_be_compiled_changes_nothing(
 ) -> None:
     rehearsed, rehearse = [], DevicePlanning.rehearse
 
-    def noted(self: DevicePlanning, mover: Any, announce: Any) -> None:
+    def noted(self: DevicePlanning, mover: Any, *launches: Any) -> None:
         rehearsed.append(mover)
-        rehearse(self, mover, announce)
+        rehearse(self, mover, *launches)
         self.check()
 
     found = []
@@ -332,3 +341,42 @@ def test_what_is_launched_to_be_compiled_changes_nothing(
         assert len(rehearsed) == len(embedding.groups)
     assert found[0][0].same_bits(found[1][0])
     assert found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize("victims", ["own", "random"])
+def test_no_plan_fails_by_it_after_batches_that_were_not_announced(
+    victims: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were planned, so there are rows in slots, uses that are kept, and a ranking."""
+    tables = [hotrow.EmbeddingBagConfig("t", 1500, 4, ["f"])]
+    generator = torch.Generator().manual_seed(1)
+    batches = [(torch.rand(24, 1, generator=generator) ** 3 * 1500).long() for _ in range(40)]
+    batches = on_device(batches)
+    budget = hotrow.Budget((hotrow.Share(360, 64, False),), window_bytes=1 << 16)
+    found: list[Any] = []
+    for rehearses_on in (DEVICE.type, "no device"):
+        monkeypatch.setattr(DevicePlanning, "rehearses_on", (rehearses_on,))
+        failed, resume = [], DevicePlanner.resume
+
+        def noted(self: DevicePlanner, *given: Any, resume: Any = resume, **options: Any) -> bool:
+            failed.append(self.number)
+            return resume(self, *given, **options)
+
+        embedding = hotrow.EmbeddingBagCollection(
+            tables, hotrow.Adagrad(), strategy=looking_ahead(victims), seed=3, budget=budget,
+            **by_gpu(tuning=Tuning(spare_victims=0)),
+        )  # fmt: skip
+        torch.manual_seed(0)
+        losses = []
+        with monkeypatch.context() as patch:
+            patch.setattr(DevicePlanner, "resume", noted)
+            for batch in itertools.chain(
+                batches[:5], hotrow.ahead(batches[5:], embedding, depth=7)
+            ):
+                loss = readout(embedding(batch))
+                loss.backward()
+                losses.append(loss.detach())
+        assert not failed
+        found.append(outcome(embedding, losses))
+        assert embedding.traffic().evicted_rows > len(batches)
+    assert found[0].same_bits(found[1])

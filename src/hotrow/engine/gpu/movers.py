@@ -124,6 +124,7 @@ class ZeroCopy(DeviceNoMoves):
         self._start_moves(buffers)
         none = torch.full((16,), -1, device=memory.slots.device)
         rows = torch.zeros(len(none), self._width, device=none.device)
+        memory.pad.map.lookup(none[:0].new_zeros(1).to(memory.pad.id_type))  # of the direct path
         memory.read_slots(none, rows)
         memory.write_slots(none, rows)
         memory.read_store(none, rows)

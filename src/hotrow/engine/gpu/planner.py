@@ -295,7 +295,8 @@ class DevicePlanner(PlannerRules):
                     self.pad.num_rows, self._known_use,
                 )  # fmt: skip
             if self._tracks_slots:
-                self._launch_ranking(announced=True)
+                if self.eviction.name != "random":  # of torch's kernels, and a draw changes seeds
+                    self._launch_ranking(announced=True)
                 ranking.hold(
                     row[0], 1, self.last_use, self.state, self.pad.map, self.pad.num_rows
                 )  # fmt: skip
@@ -303,10 +304,13 @@ class DevicePlanner(PlannerRules):
             announce(row, counts, self.state, marks)
             enter_window(row[0], counts[0], row, counts, self.state)
             leave_window(self.plan_ids, counts[0], row, counts, self.fresh_counts, self.state)
+            row.fill_(self.pad.num_rows)  # `hold` must find no row of the batch
         self._known_use, self._sorts = before, 0
         self.state.copy_(state)
-        self.next_use.fill_(NEVER)
-        row.fill_(self.pad.num_rows)
+        # Batches that were not announced may have been planned before: what is known of uses was
+        # overwritten, and so was the queue.
+        self._is_kept = False
+        self._drop_ranking()
         if self.pad.map.hashed:
             self.pad.map.rebuild()
 
