@@ -353,29 +353,25 @@ def test_no_plan_fails_by_it_after_batches_that_were_not_announced(
     batches = [(torch.rand(24, 1, generator=generator) ** 3 * 1500).long() for _ in range(40)]
     batches = on_device(batches)
     budget = hotrow.Budget((hotrow.Share(360, 64, False),), window_bytes=1 << 16)
-    found: list[Any] = []
+    found, failed, resume = [], list[int](), DevicePlanner.resume
+
+    def noted(self: DevicePlanner, *given: Any, **options: Any) -> bool:
+        failed.append(self.number)
+        return resume(self, *given, **options)
+
+    monkeypatch.setattr(DevicePlanner, "resume", noted)
     for rehearses_on in (DEVICE.type, "no device"):
         monkeypatch.setattr(DevicePlanning, "rehearses_on", (rehearses_on,))
-        failed, resume = [], DevicePlanner.resume
-
-        def noted(self: DevicePlanner, *given: Any, resume: Any = resume, **options: Any) -> bool:
-            failed.append(self.number)
-            return resume(self, *given, **options)
-
         embedding = hotrow.EmbeddingBagCollection(
             tables, hotrow.Adagrad(), strategy=looking_ahead(victims), seed=3, budget=budget,
             **by_gpu(tuning=Tuning(spare_victims=0)),
         )  # fmt: skip
         torch.manual_seed(0)
         losses = []
-        with monkeypatch.context() as patch:
-            patch.setattr(DevicePlanner, "resume", noted)
-            for batch in itertools.chain(
-                batches[:5], hotrow.ahead(batches[5:], embedding, depth=7)
-            ):
-                loss = readout(embedding(batch))
-                loss.backward()
-                losses.append(loss.detach())
+        for batch in itertools.chain(batches[:5], hotrow.ahead(batches[5:], embedding, depth=7)):
+            loss = readout(embedding(batch))
+            loss.backward()
+            losses.append(loss.detach())
         assert not failed
         found.append(outcome(embedding, losses))
         assert embedding.traffic().evicted_rows > len(batches)
