@@ -275,7 +275,7 @@ def test_memory_is_given_back_after_a_trainer() -> None:
     del trainer
     (group,) = embedding.groups
     back = group.mover.back
-    assert any(load.job for load in back._loads)
+    assert any(load.there is not None for load in back._loads)
     gone = [weakref.ref(each) for each in (embedding, group, group.store, back, back._writer)]
     rows = weakref.ref(group.store.rows)
     del embedding, group, back

@@ -222,7 +222,9 @@ class WriteBack:
         """The rows of a load are in their places when this returns, and of all before it."""
         while load.filled:
             self._write(self._sent.popleft())
-        self._writer.wait(load.job)
+        if load.job:
+            self._writer.wait(load.job)
+            load.job = 0  # each batch asks for every load: the writer is asked once
 
     def _write(self, load: Load) -> None:
         """Have the rows of a load put in their places, when they have come."""

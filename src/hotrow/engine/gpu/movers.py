@@ -196,8 +196,8 @@ class Bulk(ZeroCopy):
             packet = back.take(size, plan.certain)
             unwritten = self._memory.host.unwritten
             back.pack(packet, b.move_slots, b.leaving, moves_in(b), unwritten, span)
+            back.is_packed()  # so that the copy engine works beside the reads
             self._launch_fill(b, None, level.read_blocks, span)
-            back.is_packed()
         self._start_moves(b)
 
     def rehearse(self, buffers: PlanBuffers) -> None:
