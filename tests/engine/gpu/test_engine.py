@@ -40,7 +40,7 @@ from contracts import (
     looking_ahead,
     on_device,
 )
-from hotrow.engine.gpu import scratchpad
+from hotrow.engine.gpu import planner, scratchpad
 from hotrow.engine.gpu.planner import DevicePlanner
 from hotrow.engine.gpu.planning import DevicePlanning
 from hotrow.engine.rules import PINNED
@@ -376,3 +376,31 @@ def test_no_plan_fails_by_it_after_batches_that_were_not_announced(
         found.append(outcome(embedding, losses))
         assert embedding.traffic().evicted_rows > len(batches)
     assert found[0].same_bits(found[1])
+
+
+@pytest.mark.parametrize("slots", [52, 56])
+def test_rankings_are_made_before_a_plan_finds_too_few_slots(
+    slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches in flight hold most slots, and what became of a plan is known two batches later."""
+    monkeypatch.setattr(planner, "_is_done", lambda plan: plan.outcome is not None)
+    failed, resume = list[int](), DevicePlanner.resume
+
+    def noted(self: DevicePlanner, *given: Any, **options: Any) -> bool:
+        failed.append(self.number)
+        return resume(self, *given, **options)
+
+    monkeypatch.setattr(DevicePlanner, "resume", noted)
+    generator = torch.Generator().manual_seed(1)
+    batches = [(torch.rand(24, 1, generator=generator) ** 3 * 1500).long() for _ in range(30)]
+    embedding = hotrow.EmbeddingBagCollection(
+        [hotrow.EmbeddingBagConfig("t", 1500, 4, ["f"])],
+        hotrow.SGD(),
+        strategy=looking_ahead("own"),
+        budget=hotrow.Budget((hotrow.Share(slots, 64, False),), window_bytes=1 << 16),
+        **by_gpu(tuning=Tuning(spare_victims=0)),
+    )
+    for batch in hotrow.ahead(on_device(batches), embedding, depth=7):
+        readout(embedding(batch)).backward()
+    assert embedding.traffic().evicted_rows > len(batches)
+    assert len(failed) <= 1

@@ -114,10 +114,9 @@ class DevicePlanner(PlannerRules):
         self._most_taken = 0  # places of the queue that one plan has passed, lately
         self._rankings = 0
         self._sorts = 0  # most rows that leave in the order of ids; 0: they are not sorted
-        self._read_head = (
-            0,
-            0,
-        )  # the ranking of the newest plan that was read, and how far it came
+        # The ranking of the newest plan that was read, how far that plan came, and how long the
+        # queue was.
+        self._read_head, self._read_end = (0, 0), int(NEVER)
         # Which use is kept in `next_use`. The last one need not be found anew for each ranking, and
         # is enough while there are slots that no known batch uses.
         self._known_use = words.FIRST_USE if eviction.looks_ahead else words.NOTHING
@@ -424,7 +423,7 @@ class DevicePlanner(PlannerRules):
         self.note_missing(missing)
         ranking, head = self._read_head
         head = head if ranking == plan.ranking else 0
-        self._read_head = plan.ranking, state[words.HEAD]
+        self._read_head, self._read_end = (plan.ranking, state[words.HEAD]), state[words.END]
         # Also where a newer ranking was made: if each plan makes one, nothing else is learned.
         self._most_taken = max(state[words.HEAD] - head, int(0.9 * self._most_taken))
         if plan.ranking == self._rankings:
@@ -522,7 +521,9 @@ class DevicePlanner(PlannerRules):
         else:
             key = ("rank", announced, self.generation, self._known_use)
             self.recorder.run(key, lambda: self._launch_ranking(announced=announced))
-        self._queue_left = self.queue.numel()
+        # Few slots may leave where batches in flight hold most: as many as in the last ranking,
+        # until a plan of this one is read.
+        self._queue_left = min(self.queue.numel(), self._read_end)
         self._rankings += 1
         self._is_fresh = True
 
