@@ -187,8 +187,10 @@ class Bulk(ZeroCopy):
         """Move as many rows at once as a packet holds, each part as the CPU has time."""
         b, back, count = plan.buffers, self.back, plan.num_moves
         self._note_leaving(plan)
-        for first in range(0, count, back.most):
-            span = Span(first, min(first + back.most, count))
+        # Of one size: a small last part would wait for the next batch, in a packet of its own.
+        most = -(-count // -(-count // back.most))
+        for first in range(0, count, most):
+            span = Span(first, min(first + most, count))
             size = span.end - first
             if not self._may_keep(size):
                 self._launch_fill(b, b.leaving, level.fill_blocks, span)
