@@ -100,6 +100,7 @@ MEASUREMENTS = {
             "staged": ("--fill", "staged"),
             "places-16": ("--tuning", "places_on_host=16"),
             "places-24": ("--tuning", "places_on_host=24"),
+            "places-40": ("--tuning", "places_on_host=40"),
             "packets-8": ("--tuning", f"packet_bytes={8 << 20}", "places_on_host=24"),
             "unsorted": ("--tuning", f"sorted_from={1 << 30}"),
         }.items()

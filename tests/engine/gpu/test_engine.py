@@ -46,6 +46,7 @@ from hotrow.engine.gpu.planning import DevicePlanning
 from hotrow.engine.rules import PINNED
 from hotrow.engine.stages import FUSED
 from hotrow.engine.tuning import Tuning
+from hotrow.kernels.triton import words
 
 STEPS = 6
 ONE_HOT, TWO_WIDTHS = CASES["one-hot"], CASES["two-widths"]
@@ -404,3 +405,26 @@ def test_rankings_are_made_before_a_plan_finds_too_few_slots(
         readout(embedding(batch)).backward()
     assert embedding.traffic().evicted_rows > len(batches)
     assert len(failed) <= 1
+
+
+def test_a_read_of_plans_in_flight_forgets_no_victim_that_was_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The direct path asks for the newest plan first."""
+    monkeypatch.setattr(planner, "_is_done", lambda plan: plan.outcome is not None)
+    generator = torch.Generator().manual_seed(1)
+    batches = [(torch.rand(24, 1, generator=generator) ** 3 * 1500).long() for _ in range(15)]
+    embedding = hotrow.EmbeddingBagCollection(
+        [hotrow.EmbeddingBagConfig("t", 1500, 4, ["f"])],
+        hotrow.SGD(),
+        strategy=looking_ahead("own"),
+        budget=hotrow.Budget((hotrow.Share(300, 64, False),), window_bytes=1 << 16),
+        **by_gpu(tuning=Tuning(spare_victims=0)),
+    )
+    for batch in hotrow.ahead(on_device(batches), embedding, depth=7):
+        readout(embedding(batch)).backward()
+        with torch.no_grad():
+            embedding(batch.clone())
+        plans = embedding.groups[0].planner
+        left = plans.state[words.END] - plans.state[words.HEAD]
+        assert plans._queue_left == int(left)

@@ -421,19 +421,24 @@ class DevicePlanner(PlannerRules):
         missing = counts[words.MISSING]
         self.largest_batch = max(self.largest_batch, plan.num_unique)
         self.note_missing(missing)
-        ranking, head = self._read_head
-        head = head if ranking == plan.ranking else 0
-        self._read_head, self._read_end = (plan.ranking, state[words.HEAD]), state[words.END]
-        # Also where a newer ranking was made: if each plan makes one, nothing else is learned.
-        self._most_taken = max(state[words.HEAD] - head, int(0.9 * self._most_taken))
-        if plan.ranking == self._rankings:
-            left = state[words.END] - state[words.HEAD]
-            self._queue_left = left
-            if self._is_fresh and left < _LEAST_RANKED * missing:
-                self._may_keep_last = False
-            self._is_fresh = False
+        self._note_head(plan, state[words.HEAD], state[words.END], missing)
         if plan.rebuild == self._rebuilds:
             self._tombstones = state[words.TOMBSTONES]
+
+    def _note_head(self, plan: DevicePlan, head: int, end: int, missing: int) -> None:
+        """Learn how far a plan came in the queue, which ended there."""
+        ranking, before = self._read_head
+        if plan.ranking < ranking or (plan.ranking == ranking and head < before):
+            return  # the direct path reads plans in flight, the newest first
+        before = before if ranking == plan.ranking else 0
+        self._read_head, self._read_end = (plan.ranking, head), end
+        # Also where a newer ranking was made: if each plan makes one, nothing else is learned.
+        self._most_taken = max(head - before, int(0.9 * self._most_taken))
+        if plan.ranking == self._rankings:
+            self._queue_left = end - head
+            if self._is_fresh and end - head < _LEAST_RANKED * missing:
+                self._may_keep_last = False
+            self._is_fresh = False
 
     def resume(
         self,
