@@ -35,6 +35,7 @@ from hotrow.kernels.triton import words
 from hotrow.kernels.triton.plan import plan_everything
 from hotrow.kernels.triton.traffic import count_traffic
 from hotrow.kernels.triton.window import announce, globalise
+from hotrow.support.progress import line_if_long
 from hotrow.support.streams import Mark
 
 _SPARE_UNIQUES = 1.25  # times as many different rows as the first batch has
@@ -145,7 +146,8 @@ class DevicePlanning:
 
         if values.device.type in self.rehearses_on and not self._is_rehearsed:
             self._is_rehearsed = True
-            self.rehearse(work.group.mover, announce_there, write_ids)
+            with line_if_long("compiling kernels"):
+                self.rehearse(work.group.mover, announce_there, write_ids)
         key = (values.data_ptr(), values.dtype, values.shape, values.stride(), spans is None)
         self.planner.expect(expected, write_ids, key, announce_there)
 
