@@ -39,10 +39,10 @@ from hotrow.embedding.torch_steps import TorchSteps
 from hotrow.embedding.torch_surface import (
     TorchSurface,
     outside_graphs,
-    refuse_replaced_gradients,
     refuse_transforms,
     weights_count,
 )
+from hotrow.embedding.wrappers import protect_stand_ins, refuse_wrapped
 from hotrow.engine.profile import Profile, check_profile
 from hotrow.engine.rows import cpu_rows
 from hotrow.engine.strategy import STRATEGIES, Strategy, find_strategy
@@ -141,6 +141,7 @@ class EmbeddingBagCollection(TorchSurface):
             self._stand_ins = stand_ins or StandIns([x.name for x in self.tables], self.device)
             for table, parameter in zip(self.tables, self._stand_ins.parameters, strict=True):
                 self._parameters[self.key_of(table.name)] = parameter
+            protect_stand_ins(self)
         params = None if self._stand_ins is None else self._stand_ins.parameters
         rule = optimizer or expected_rule or SGD()
         self.optimizer = RowOptimizer(rule, self.tables, params)
@@ -221,7 +222,7 @@ class EmbeddingBagCollection(TorchSurface):
         self._thread.look_up()
         self._evaluations.end()
         if self._stand_ins is not None:
-            refuse_replaced_gradients()
+            refuse_wrapped(self._stand_ins.parameters, self._parameters.values())
             self._stand_ins.refuse_other_values()
         planned, vectors = self.pipeline.find_or_plan(features), []
         self.pipeline.fetch(planned)

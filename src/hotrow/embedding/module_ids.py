@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hotrow.embedding.in_models import module_tables_in, named_modules
+from hotrow.embedding.in_models import module_tables_in, named_modules, user_name
 from hotrow.embedding.module_tables import ModuleTables
 from hotrow.embedding.table_modules import TableModule
 from hotrow.inputs.calls import JoinedCalls
@@ -79,7 +79,7 @@ def served_modules(
     by_tables: dict[int, dict[str, Callable[[Any], Any]]] = {}
     for name, function in (functions or {}).items():
         modules = dict(named_modules(model))
-        module = modules.get(name.removeprefix("_orig_mod."))
+        module = modules.get(user_name(model, name))
         if not isinstance(module, TableModule):
             known = [x for x, module in modules.items() if isinstance(module, TableModule)]
             raise ValueError(
