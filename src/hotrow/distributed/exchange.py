@@ -162,7 +162,9 @@ class Exchange:
             return self._perform_grads(headers, doers, task)
         if op is Op.READ:
             return self.reads.perform(headers, doers, task, channel)
-        return self._perform_check(task)
+        if op is Op.PART:
+            return [headers.words(r, 0, 1)[0] if does else 0 for r, does in enumerate(doers)]
+        return self._perform_check(task, channel)
 
     # -- ids ---------------------------------------------------------------------------
 
@@ -418,8 +420,20 @@ class Exchange:
             total = total + other
         return total.sqrt()
 
-    def _perform_check(self, task: str | None) -> list[str]:
-        return self.ranks.texts(task or "", self.ranks.training)
+    def texts(self, text: str, *, aside: bool = False) -> list[str]:
+        """Return what each rank says, once all of them have come here. Until then this one answers
+        those that read. `aside`: from a thread beside the one that trains."""
+        channel = self.ranks.aside if aside else self.ranks.training
+        said: list[str] = self._run(Header(Op.CHECK, self.number), text, channel)
+        return said
+
+    def sample_counts(self, own: int, step: int) -> list[int]:
+        """Return how many samples of a step's batch each rank trains."""
+        counts: list[int] = self._run(Header(Op.PART, self.number, step, words=[own]), None)
+        return counts
+
+    def _perform_check(self, task: str | None, channel: Channel) -> list[str]:
+        return self.ranks.texts(task or "", channel)
 
 
 def is_told(error: Exception) -> bool:

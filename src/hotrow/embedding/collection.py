@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
+from hotrow.distributed.exchange import Exchange
 from hotrow.distributed.ranks import Ranks, ranks_of
 from hotrow.embedding import dense_steps
 from hotrow.embedding.arguments import (
@@ -205,6 +206,11 @@ class EmbeddingBagCollection(TorchSurface):
     def every_group(self) -> list[Group]:
         """The groups of both engines, if there are two."""
         return self._rows.every_group
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """What this collection exchanges with its copies on other ranks; None: there are none."""
+        return self._rows.exchange
 
     @property
     def strategy(self) -> Strategy:
@@ -480,6 +486,11 @@ class EmbeddingBagCollection(TorchSurface):
     def traffic(self) -> Traffic:
         """Return what was looked up and moved so far, in training; waits for the device."""
         return self._rows.traffic()
+
+    def sent_bytes(self) -> dict[str, int]:
+        """Return the bytes that this rank has sent to others so far: "ids" that it looks up,
+        "rows" that others look up, and "grads" of rows that others own."""
+        return self._rows.sent_bytes()
 
     def chunk_seconds(self) -> float:
         """Return the host's seconds for lookups and updates of batches that passed in chunks."""

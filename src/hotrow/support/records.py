@@ -48,6 +48,10 @@ class StepRecord(Counted):
     waited: float = math.nan
     # Fetched before any lookup asked for them, to be pinned; `bytes_fetched` has theirs, too.
     loaded_rows: int = 0
+    # Bytes that this rank has sent to others; `samples` and `loss` are those of all ranks.
+    bytes_of_ids: int = 0
+    bytes_of_rows: int = 0
+    bytes_of_grads: int = 0
 
 
 class LateStepRecord(StepRecord):
