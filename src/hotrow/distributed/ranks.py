@@ -29,7 +29,8 @@ class Op(IntEnum):
     READ = 4  # rows are read, outside of training
     CHECK = 5  # ranks compare what each of them was called with
     SERVE = 6  # none: this rank has no batch left and helps the others
-    PART = 7  # ranks say how many samples of a batch each of them trains
+    BUILD = 7  # ranks compare what they are about to build
+    PART = 8  # ranks say how many samples of a batch each of them trains
 
 
 _WHAT = {
@@ -39,10 +40,12 @@ _WHAT = {
     Op.READ: "reads rows",
     Op.CHECK: "calls a method that all ranks have to call",
     Op.SERVE: "has no batch left",
+    Op.BUILD: "builds a collection, or saves or loads one",
     Op.PART: "begins a step of hotrow.Trainer",
 }
 # Words of a header that are the same for all ranks it goes to.
 OP, COLLECTION, SERIAL, STATUS, DEPTH, SAME, FIRST_FREE = range(7)
+_WIDTH = 64  # words of most headers: if ranks differ in collections, messages have one size
 ERROR, ENDED, JOINS, HAS_GRADS = 1, 2, 4, 8  # bits of STATUS
 
 
@@ -124,7 +127,7 @@ class Ranks:
         backend = "nccl" if is_nccl else "gloo"
         self.training = Channel(self.members, timeout, backend)
         self.aside = Channel(self.members, timeout, backend)  # another thread that reads
-        self._width = FIRST_FREE
+        self._width = _WIDTH
         self._collections: list[weakref.ref[Any]] = []
 
     # -- collections -------------------------------------------------------------------
@@ -132,7 +135,7 @@ class Ranks:
     def add(self, collection: Any, words: int) -> int:
         """Number a collection's exchange; headers get room for so many words of its own."""
         self._collections.append(weakref.ref(collection))
-        self._width = max(self._width, FIRST_FREE + words)
+        self._width = max(self._width, -(-(FIRST_FREE + words) // _WIDTH) * _WIDTH)
         return len(self._collections) - 1
 
     def _collection(self, number: int) -> Any:
@@ -221,8 +224,13 @@ class Ranks:
             op = Op(key[0])
             if op is Op.SERVE:  # all of them
                 return None
-            collection = self._collection(key[1])
             is_mine = (mine.op, mine.collection, mine.serial)[: len(key)] == key
+            if op is Op.BUILD:
+                texts = self.texts(task if is_mine else "", channel)
+                if is_mine:
+                    return texts
+                continue
+            collection = self._collection(key[1])
             doers = headers.doers(key)
             result = collection.perform(op, headers, doers, task if is_mine else None, channel)
             if is_mine:
@@ -256,6 +264,15 @@ class Ranks:
             f"ranks do different things: {what(0)}, {what(other)}. All {many(self.size, 'rank')} "
             "have to call the same collections, backward() and methods in the same order"
         )
+
+    def compared(self, text: str) -> list[str]:
+        """Return what each rank says; ranks that do something else raise."""
+        for reference in self._collections:
+            collection = reference()
+            if collection is not None:  # its last batch may have had no gradient here
+                collection.settle_grads()
+        texts: list[str] = self.run(Header(Op.BUILD), text)
+        return texts
 
     def serve(self) -> None:
         """Serve other ranks until none has a batch left."""

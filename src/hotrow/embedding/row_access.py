@@ -161,6 +161,12 @@ class RowAccess:
                 rows = group.gather(ids, out=torch.empty(ids.numel(), group.width))
                 rows[:, columns] = values[chunk if mine is None else chunk[mine]].detach().to(rows)
                 group.scatter(ids, rows)
+                copies = self._rows.replicas_of(table, chunk + first)
+                if copies is not None:
+                    group, here, ids = copies
+                    rows = group.gather(ids, out=torch.empty(ids.numel(), group.width))
+                    rows[:, columns] = values[chunk[here]].detach().to(rows)
+                    group.scatter(ids, rows)
             self._rows.lanes.read_here()  # training in another stream waits for these rows
 
     def reading(self) -> AbstractContextManager[None]:
@@ -252,6 +258,7 @@ class RowAccess:
                 for group in self._rows.every_group:
                     group.store.changed = group.store.touched = None
                     group.replaced()
+                self._rows.refresh_replicas()
 
     # -- snapshots ---------------------------------------------------------------------
 

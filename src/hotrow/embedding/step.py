@@ -230,6 +230,8 @@ class PendingStep:
     def begin_call(self) -> LookupCall:
         """Note a lookup; inside a backward pass it is a recomputation."""
         self._calls += 1
+        if self._rows.exchange is not None:  # a rank without a gradient makes its step later
+            self._optimizer.expect_step()
         self._free_zeroed()
         inside = torch._C._current_graph_task_id()
         if inside != -1:
@@ -480,7 +482,7 @@ class PendingStep:
     def _tables_in(self, by_group: Sequence[GroupGrads]) -> tuple[str, ...]:
         """Return the tables whose vectors have a gradient: this step is theirs alone."""
         names = self._optimizer.names
-        if len(by_group) == len(self._rows.groups) and all(
+        if len(by_group) == len(self._rows.lookup_groups) and all(
             row_grads.x.used is None and not row_grads.x.parts
             for _, _, waiting in by_group
             for row_grads in waiting
