@@ -446,18 +446,6 @@ class Exchange:
             total = total + other
         return total.sqrt()
 
-    def texts(self, text: str, *, aside: bool = False) -> list[str]:
-        """Return what each rank says, once all of them have come here. Until then this one answers
-        those that read. `aside`: from a thread beside the one that trains."""
-        channel = self.ranks.aside if aside else self.ranks.training
-        said: list[str] = self._run(Header(Op.CHECK, self.number), text, channel)
-        return said
-
-    def sample_counts(self, own: int, step: int) -> list[int]:
-        """Return how many samples of a step's batch each rank trains."""
-        counts: list[int] = self._run(Header(Op.PART, self.number, step, words=[own]), None)
-        return counts
-
     def _perform_check(self, task: str | None, channel: Channel) -> list[str]:
         return self.ranks.texts(task or "", channel)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hotrow.distributed.exchange import Exchange
+from hotrow.distributed.ranks import Channel, Header, Op
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.embedding.in_models import named_modules
 from hotrow.embedding.stand_ins import stand_in_of
@@ -47,10 +48,6 @@ class SharedDense:
         self._model, self._exchange = model, exchanges[0]
         self._collections = sorted(shared, key=lambda c: c.exchange.number)  # type: ignore[union-attr]
 
-    @property
-    def _is_aside(self) -> bool:
-        return self._collections[0].pipeline.thread.is_elsewhere
-
     def start_alike(self, others: Iterable[Tensor]) -> None:
         """Give all ranks the weights and buffers of the first one; `others` are weights that the
         model does not have."""
@@ -78,7 +75,8 @@ class SharedDense:
 
     def part(self, samples: int, step: int) -> Part:
         """Return what a rank trains of a batch, of which it has so many samples."""
-        counts = self._exchange.sample_counts(samples, step)
+        header = Header(Op.PART, self._exchange.number, step, words=[samples])
+        counts: list[int] = self._ranks.run(header, None)
         total = sum(counts)
         scale = samples * self._ranks.size / total if total else 0.0
         return Part(total, scale, next((r for r, count in enumerate(counts) if count), 0))
@@ -152,7 +150,6 @@ class SharedDense:
     def _joined(
         self, pieces: Sequence[Tensor], sizes: Sequence[Sequence[int]], shape: Sequence[int]
     ) -> Tensor:
-        channel = self._ranks.aside if self._is_aside else self._ranks.training
         device = self._collections[0].device
         by_rank = []
         for rank, of_rank in enumerate(sizes):
@@ -161,7 +158,7 @@ class SharedDense:
             else:
                 values = torch.empty(sum(of_rank), *shape, dtype=torch.float64, device=device)
             if len(values):
-                self._ranks.follow(values, rank, channel)
+                self._ranks.follow(values, rank, self._channel)
             by_rank.append(values.split(list(of_rank)))
         most = max(map(len, by_rank))
         return torch.cat(
@@ -175,7 +172,16 @@ class SharedDense:
         return [sum(of_rank[place] for of_rank in said) for place in range(len(values))]
 
     def _say(self, text: str) -> list[str]:
-        return self._exchange.texts(text, aside=self._is_aside)
+        """Return what all ranks say, once all have come here: until then this one answers those
+        that read."""
+        header = Header(Op.CHECK, self._exchange.number)
+        said: list[str] = self._ranks.run(header, text, self._channel)
+        return said
+
+    @property
+    def _channel(self) -> Channel:
+        is_aside = self._collections[0].pipeline.thread.is_elsewhere
+        return self._ranks.aside if is_aside else self._ranks.training
 
 
 def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
