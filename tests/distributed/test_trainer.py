@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 import hotrow
 from click_models import ClickModel, click_batches, trainer_of
 from hotrow.data import ClickBatch
 from hotrow.data.ranks import RankPart
+from hotrow.run import job
+from hotrow.run.config import load
 from hotrow.support.records import EvalRecord
 from rank_processes import run
 
@@ -88,3 +92,141 @@ def assert_same(found: EvalRecord, expected: EvalRecord) -> None:
     assert (found.step, found.samples) == (expected.step, expected.samples)
     assert found.auc == pytest.approx(expected.auc, abs=1e-9)
     assert found.log_loss == pytest.approx(expected.log_loss, abs=1e-6)
+
+
+class NeedsSamples(ClickModel):
+    """A model that cannot be called without samples: before its lookup, or after."""
+
+    when = "before"
+
+    def forward(self, batch: ClickBatch) -> Tensor:
+        if self.when == "before" and not len(batch.label):
+            raise ValueError("no samples")
+        logits = super().forward(batch)
+        if not len(batch.label):
+            raise ValueError("no samples")
+        return logits
+
+
+class Normed(ClickModel):
+    """A model with statistics of batches, which a part of one sample does not have."""
+
+    def __init__(self, embedding: hotrow.EmbeddingBagCollection, num_dense: int) -> None:
+        super().__init__(embedding, num_dense)
+        width = sum(table.embedding_dim for table in embedding.tables) + num_dense
+        self.top: Any = nn.Sequential(nn.BatchNorm1d(width), nn.Dropout(0.1), self.top)
+
+
+def without_samples(rank: int, world: int) -> dict[str, Any]:
+    """All samples of every second batch, and of the last, are the first rank's."""
+    found: dict[str, Any] = {}
+    kinds: list[Any] = [NeedsSamples, NeedsSamples, Normed]
+    for kind, when in zip(kinds, ("before", "after", "never"), strict=True):
+        model = kind(make().embedding, 3)
+        model.when = when
+        trainer = trainer_of(model)
+        mine = parts(TRAINED, rank, world)
+        empty = RankPart(1, 2).cut(RankPart(1, 2).cut(TRAINED[-1]))
+        for number in (*range(0, STEPS, 2), STEPS - 1):
+            mine[number] = TRAINED[number] if rank == 0 else empty
+        assert not len(empty.label)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            losses = [record.loss for record in trainer.run(mine)]
+        said = [str(x.message) for x in warned if "batch of 0 samples" in str(x.message)]
+        # Another number of batches on every rank, and one on the last alone.
+        held_out = HELD_OUT if rank == world - 1 else HELD_OUT[:rank]
+        record = trainer.evaluate(held_out)
+        mean = trainer.mean_loss(held_out)
+        predicted = trainer.predict(HELD_OUT[0])
+        found[when] = (losses, model.bits(), record, mean, predicted, len(said))
+    return found
+
+
+def test_a_rank_without_samples_takes_part() -> None:
+    alone: dict[str, Any] = {}
+    for when in ("before", "after"):
+        trainer = trainer_of(make())
+        alone[when] = [record.loss for record in trainer.run(TRAINED)], trainer.model.bits()  # type: ignore[operator]
+    results = run(2, without_samples)
+    for rank, result in enumerate(results):
+        for when, (losses, bits, record, mean, predicted, warned) in result.items():
+            first = results[0][when]
+            assert (losses, record, mean) == (first[0], first[2], first[3])
+            assert all(map(torch.equal, bits, first[1]))
+            assert torch.equal(predicted, first[4])
+            assert record.samples == sum(len(batch.label) for batch in HELD_OUT)
+            assert all(x.isfinite().all() for x in bits)
+            if when in alone:
+                torch.testing.assert_close(losses, alone[when][0], rtol=0, atol=1e-6)
+                for one, other in zip(bits, alone[when][1], strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+                assert warned == rank  # the last one, once
+
+
+def nonfinite(rank: int, world: int) -> list[Any]:
+    found: list[Any] = []
+    for what in ("skip", "error"):
+        model = make(on_nonfinite=what)
+        trainer = trainer_of(model)
+        batches = parts(TRAINED, rank, world)
+        if rank == world - 1:
+            batches[2].dense[0] = float("nan")
+        try:
+            found.append([record.loss for record in trainer.run(batches)])
+        except FloatingPointError as error:
+            found.append(str(error))
+        rows = [chunk for table in "ab" for _, chunk in model.embedding.rows(table)]
+        found.append(all(x.isfinite().all() for x in rows))
+    return found
+
+
+def test_what_is_not_finite_on_one_rank_is_so_on_all() -> None:
+    first, second = run(2, nonfinite)
+    assert first[1::2] == second[1::2] == [True, True]
+    assert [str(x) for x in first[0]] == [str(x) for x in second[0]]
+    assert first[0][:2] == second[0][:2]
+    assert first[0][2] != first[0][2]  # NaN: the loss of all ranks
+    for rank, text in enumerate((first[2], second[2])):
+        assert "on_nonfinite='skip' leaves such updates out" in text, rank
+
+
+def refusals(rank: int, world: int) -> list[str]:
+    model = make()
+    loss_fn = F.binary_cross_entropy_with_logits
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    lazy: Any = nn.ModuleList([model, nn.LazyLinear(2)])
+
+    def trainer(model: Any, **options: Any) -> Any:
+        return hotrow.Trainer(model, loss_fn, dense_optimizer=None, **options)
+
+    calls: list[Any] = [
+        lambda: trainer(wrapped),
+        lambda: trainer(lazy),
+        *[
+            lambda system=system: trainer(model, system=system)
+            for system in (hotrow.Hotline(), hotrow.Slipstream(), hotrow.RandomDrop(share=0.5))
+        ],
+        lambda: hotrow.graphed(wrapped, loss_fn, None),
+        lambda: hotrow.graphed(model, loss_fn, None),
+        lambda: job.build(load()),
+    ]
+    said = []
+    for call in calls:
+        try:
+            call()
+            said.append("nothing")
+        except (TypeError, ValueError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_several_ranks_cannot_do_is_refused_in_a_sentence() -> None:
+    for said in run(2, refusals):
+        assert "itself, and the model is wrapped in DistributedDataParallel" in said[0]
+        assert "nn.LazyLinear, so ranks cannot start alike" in said[1]
+        for name, text in zip(("Hotline", "Slipstream", "RandomDrop"), said[2:5], strict=True):
+            assert text.startswith(f"{name} trains on one rank so far")
+        assert said[5].startswith("hotrow.graphed takes the model without DistributedData")
+        assert "captures steps of one rank so far, and there are 2" in said[6]
+        assert said[7].startswith("runs of hotrow's own jobs work on one rank so far")
