@@ -200,6 +200,11 @@ class Ranks:
                 f"not answer in time; its own error says why. torch says: {_first_line(error)}"
             ) from error
 
+    def is_same(self, number: int, channel: Channel) -> bool:
+        """Whether all ranks give the same number."""
+        every = self._all_to_all(torch.full((self.size,), number), None, None, channel)
+        return len(set(every.tolist())) == 1
+
     def texts(self, text: str, channel: Channel) -> list[str]:
         """Return what each rank says."""
         mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
