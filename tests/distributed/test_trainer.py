@@ -53,6 +53,27 @@ def outcome(trainer: hotrow.Trainer[Any], rank: int, world: int) -> dict[str, An
     }
 
 
+class Bags(nn.Module):
+    """Converted modules; what they look up is learned from the first batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = (nn.EmbeddingBag(rows, 4, mode="sum") for rows in ROWS)
+        self.top = nn.Linear(11, 1)
+        hotrow.convert(self, budget="24KiB")
+
+    def forward(self, batch: ClickBatch) -> Tensor:
+        bags = [self.a(batch.sparse[:, :1]), self.b(batch.sparse[:, 1:])]
+        logits: Tensor = self.top(torch.cat([batch.dense, *bags], 1)).sum(1)
+        return logits
+
+    def bits(self) -> list[Tensor]:
+        rows: Any = (self.a, self.b)
+        tables = [torch.cat([chunk.clone() for _, chunk in x.weights()]) for x in rows]
+        return [self.top.weight.detach(), *tables]
+
+
 def clicks(rank: int, world: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for strategy in Strategies:
@@ -64,6 +85,10 @@ def clicks(rank: int, world: int) -> dict[str, Any]:
     options: Any = {"ids": lambda b: b.sparse, "dense_optimizer": optimizer}
     loss_fn = F.binary_cross_entropy_with_logits
     found["step"] = outcome(hotrow.Trainer(model, loss_fn, **options), rank, world)
+    bags = Bags()
+    options["dense_optimizer"] = torch.optim.Adagrad(bags.parameters(), lr=0.1)
+    options["ids"] = None
+    found["modules"] = outcome(hotrow.Trainer(bags, loss_fn, **options), rank, world)
     return found
 
 
