@@ -31,7 +31,6 @@ from hotrow.checkpoint.parts import (
 )
 from hotrow.checkpoint.saving import end_save_in
 from hotrow.checkpoint.tensors import ShardReader, open_shard, read_tensors, row_not_finite
-from hotrow.embedding.in_models import bare
 from hotrow.support.files import FileRecord, inside, why_wrong
 from hotrow.support.manifests import read_json
 from hotrow.support.messages import few
@@ -153,7 +152,7 @@ class Checkpoint:
     def load(self, model: nn.Module, parts: Mapping[str, Any], *, random: bool = True) -> None:
         self.check(model, parts)
         with rows_apart(model), self._fitting():
-            bare(model).load_state_dict(self.dense)
+            model.load_state_dict(self.dense)
             for name, part in parts.items():
                 load_part(part, self.state["parts"][name])
         with self._fitting():

@@ -36,7 +36,6 @@ from hotrow.checkpoint.tensors import (
     spans,
     table_parts,
 )
-from hotrow.embedding.in_models import bare
 from hotrow.support.files import Disk, FileRecord, inside, why_wrong
 from hotrow.support.progress import bytes_bar
 from hotrow.support.version import __version__
@@ -180,7 +179,7 @@ class SavedModel:
         done, total = 0, bytes_of(model)
         with bytes_bar("loading the model") as advance:
             with rows_apart(model):
-                bare(model).load_state_dict(self.dense)
+                model.load_state_dict(self.dense)
             tables = tables_of(model)
             for saved in self.tables:
                 into = tables[saved.key]

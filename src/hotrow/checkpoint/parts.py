@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hotrow.embedding.collection import EmbeddingBagCollection
-from hotrow.embedding.in_models import bare, collections_in
+from hotrow.embedding.in_models import collections_in
 from hotrow.embedding.table_modules import TableModule
 
 _NAMED = 3  # differences in a message
@@ -55,7 +55,6 @@ def collections_of(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
 
 def tables_of(model: nn.Module) -> dict[str, TableRows]:
     """Return all tables by the names that their weights have in a state dict."""
-    model = bare(model)
     places = {
         f"{name}.{module.key_of(table.name)}": (module, table)
         for name, module in model.named_modules()
@@ -77,13 +76,8 @@ def tables_of(model: nn.Module) -> dict[str, TableRows]:
 def dense_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict without rows, which would not fit one."""
     with rows_apart(model):
-        state = bare(model).state_dict()
+        state = model.state_dict()
     for name, value in state.items():
-        if hasattr(value, "full_tensor"):
-            raise ValueError(
-                f"{name} is sharded by fully_shard, and only whole tensors are saved: save the "
-                "dense part with torch.distributed.checkpoint, and rows by embedding.rows(table)"
-            )
         if not isinstance(value, Tensor):
             raise ValueError(
                 f"{name} has the type {type(value).__name__}, and only tensors are saved; take "
