@@ -242,3 +242,19 @@ def test_wrapped_models_train_as_one_process() -> None:
 def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert one["losses"] == other["losses"]
     assert all(torch.equal(x, other["bits"][key]) for key, x in one["bits"].items())
+
+
+def skips_backward(rank: int, world: int) -> None:
+    model = Model("one", norm=False, **STEP)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    for number, batch in enumerate(hotrow.ahead(batches(4), model, ids_of(Case()))):
+        loss = loss_of(Case(), model, batch, number, rank)
+        if rank == 0 or number != 1:
+            loss.backward()
+        optimizer.step()
+
+
+def test_a_step_that_one_rank_skips_is_an_error() -> None:
+    first, second = run(WORLD, skips_backward, expect_errors=True, alone=True, timeout=40)
+    assert "other ranks called backward() for a batch, and this one did not" in second.message
+    assert first.kind == "RankError"
