@@ -1,8 +1,11 @@
 """The examples run as written, and show how little changes."""
 
 import difflib
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,3 +61,20 @@ def test_a_converted_model_learns_what_the_plain_one_learns(
     assert found["difference"] < 2e-3
     assert 0.5 < found["hit_rate"] < 1.0
     assert found["fetched_rows"] > 1_000
+
+
+def test_one_process_and_two_ranks_learn_the_same() -> None:
+    launchers: dict[int, list[str]] = {
+        1: [],
+        2: ["-m", "torch.distributed.run", "--nproc-per-node", "2"],
+    }
+    found = {}
+    for ranks, launcher in launchers.items():
+        words = [sys.executable, *launcher, str(EXAMPLES / "several_ranks.py")]
+        settings = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        ended = subprocess.run(words, env=settings, capture_output=True, text=True, timeout=120)
+        assert ended.returncode == 0, ended.stderr
+        found[ranks] = dict(re.findall(r"(\w+) ([\d.]+)", ended.stdout))
+    assert [int(x["ranks"]) for x in found.values()] == [1, 2]
+    assert float(found[2]["loss"]) == pytest.approx(float(found[1]["loss"]), abs=1e-5)
+    assert float(found[1]["loss"]) < 0.52

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hotrow
+from hotrow.embedding.in_models import bare, collections_in
 
 Table = hotrow.EmbeddingBagConfig
 IDS = torch.arange(12).view(6, 2)
@@ -177,19 +178,40 @@ def test_distributed_data_parallel_of_one_rank_trains_rows() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_distributed_data_parallel_does_not_lose_the_updates_of_stand_ins() -> None:
-    model = Model(update="step")
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    with pytest.raises(RuntimeError, match="the rows' stand-ins are among them; call the model w"):
-        wrapped(IDS)
-    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), weights(model)
-    model(IDS).sum().backward()
-    optimizer.step()
-    assert not torch.equal(weights(model), before)
+def test_distributed_data_parallel_leaves_stand_ins_alone() -> None:
+    model, plain = Model(update="step"), Model(update="step")
+    for trained, call in ((model, nn.parallel.DistributedDataParallel(model)), (plain, plain)):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        call(IDS).sum().backward()
+        optimizer.step()
+    assert torch.equal(weights(model), weights(plain))
+    assert not torch.equal(weights(plain), weights(Model(update="step")))
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_converted_modules_refuse_distributed_data_parallel() -> None:
-    wrapped = nn.parallel.DistributedDataParallel(converted())
-    with pytest.raises(RuntimeError, match="DistributedDataParallel replaces the gradients"):
-        wrapped(IDS)
+def test_distributed_data_parallel_leaves_converted_modules_alone() -> None:
+    model, plain = converted(), converted()
+    for trained, call in ((model, nn.parallel.DistributedDataParallel(model)), (plain, plain)):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        call(IDS).sum().backward()
+        optimizer.step()
+    named = zip(model.state_dict().values(), plain.state_dict().values(), strict=True)
+    assert all(torch.equal(one, other) for one, other in named)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_distributed_data_parallel_cannot_train_is_refused() -> None:
+    embedding = Model(update="step").rows
+    with pytest.raises(ValueError, match="all parameters of the model stand for tables"):
+        nn.parallel.DistributedDataParallel(embedding)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_names_do_not_have_the_parts_of_wrappers() -> None:
+    model = nn.ModuleDict({"module": Model()})  # a name that the user chose
+    wrapped: nn.Module = nn.parallel.DistributedDataParallel(model)
+    for wrapper in (wrapped, torch.compile(wrapped, backend="eager")):
+        assert [*collections_in(wrapper)] == ["module.rows"]
+        assert bare(wrapper) is model
+    inside = nn.ModuleDict({"tower": nn.parallel.DistributedDataParallel(Model())})
+    assert [*collections_in(inside)] == ["tower.rows"]

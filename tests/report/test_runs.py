@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from hotrow.report.charts import Bars
 from hotrow.report.curves import Curve
-from hotrow.report.runs import RunView, tables_hit
+from hotrow.report.runs import RunView, runs_document, tables_hit
 from hotrow.support.records import RunRecord, StepRecord, Summary, TableRecord
 
 SUMMARY = Summary(1, 32, 0.1, 320.0, 0.5, 0.7, 0.6, 100, 0.75, 0.1, 1920)
@@ -94,3 +95,11 @@ def test_what_was_not_measured_is_no_number() -> None:
     found = Curve([*steps(3), empty], most=1)  # the mean is of those that were measured
     assert (*found.waited, found.mean_waited, *found.loss) == pytest.approx((0.1, 0.1, 1.0))
     assert math.isnan(Curve().mean_waited)
+
+
+def test_bytes_sent_between_ranks_are_shown_if_there_are_any() -> None:
+    alone, other = run(0, {}), run(1, {})
+    record = replace(other.record, summary=replace(SUMMARY, bytes_sent=2048))
+    ranked = replace(other, record=record)
+    shown = ["2.0 KiB" in str(runs_document([view]).parts[1]) for view in (alone, ranked)]
+    assert shown == [False, True]

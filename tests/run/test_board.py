@@ -18,6 +18,7 @@ from hotrow.run.config import load
 from hotrow.run.files import read_run, read_steps
 from hotrow.run.job import build
 from hotrow.run.tally import STEPS_BEHIND
+from hotrow.support.records import StepRecord
 from step_records import Device
 
 SMALL = (*SMALL_SETTINGS, "run.tensorboard=true")
@@ -86,6 +87,14 @@ def test_a_late_loss_is_not_waited_for(tmp_path: Path) -> None:
     assert shown(tmp_path)["training/loss"] == pytest.approx(
         {step: step / 10 for step in range(1, STEPS_BEHIND + 3)}
     )
+
+
+def test_bytes_sent_to_other_ranks_are_shown(tmp_path: Path) -> None:
+    record = StepRecord(1, 0.5, 8, 0.1, 8, 8, 0, 0, 0, 0, bytes_of_rows=64)
+    with TensorBoard(tmp_path, load(overrides=SMALL)) as board:
+        board.step(record)
+    sent = {tag: values for tag, values in shown(tmp_path).items() if tag.startswith("sent/")}
+    assert sent == {"sent/ids": {1: 0}, "sent/rows": {1: 64}, "sent/gradients": {1: 0}}
 
 
 def test_event_files_are_written_only_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

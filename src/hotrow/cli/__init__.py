@@ -18,10 +18,12 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from hotrow.cli._output import one_line_warnings
-from hotrow.cli._process import INTERRUPTED, USER_ERROR
+from hotrow.cli._process import INTERRUPTED, USER_ERROR, refuse_ranks
 from hotrow.support.messages import settings_written
 from hotrow.support.startup import interrupts_raise
 from hotrow.support.version import __version__
+
+_ANYWHERE = ("doctor", "report", "verify")  # commands that several ranks may run: they only read
 
 
 def main() -> None:
@@ -121,6 +123,8 @@ def _in_plain_words(command: Callable[..., None]) -> Callable[..., None]:
         out, err = _Steady(sys.stdout), _Steady(sys.stderr)
         with redirect_stdout(out), redirect_stderr(err):
             try:
+                if command.__name__ not in _ANYWHERE:
+                    refuse_ranks(command.__name__)
                 with one_line_warnings(), settings_written("--set embedding.{}={}".format):
                     command(*args, **options)
                 out.flush()

@@ -23,16 +23,16 @@ _LOADAVG = Path("/proc/loadavg")  # its fourth word: running threads / all threa
 
 
 def refuse_ranks(command: str, distributed: Any = torch.distributed) -> None:
-    """Raise if this process is one of several ranks: each would train the whole run."""
+    """Raise if this process is one of several ranks: each would do all of a command's work."""
     counts = [os.environ.get(name, "") for name in _RANK_COUNTS]
     if distributed.is_available() and distributed.is_initialized():
         counts.append(str(distributed.get_world_size()))
     ranks = max([1, *(int(count) for count in counts if count.isdecimal())])
     if ranks > 1:
         raise ValueError(
-            f"hotrow {command} was started as {ranks} ranks, each of which would train the whole "
-            f"run by itself; training on several is not supported yet: start `hotrow {command}` "
-            "once, without torchrun or mpirun"
+            f"hotrow {command} was started as {ranks} ranks, each of which would do all of the "
+            f"work by itself; commands work on one rank so far: start `hotrow {command}` once, "
+            "without torchrun or mpirun, or train with hotrow.Trainer in a program of your own"
         )
 
 

@@ -210,6 +210,8 @@ def summary_facts(record: RunRecord) -> dict[str, str]:
         chunked = many(summary.chunked_batches, "batch", "batches")
         facts["too large for the slots"] = f"{chunked}, in chunks"
     facts["moved"] = show_bytes(summary.bytes_moved)
+    if summary.bytes_sent:
+        facts["sent to other ranks"] = show_bytes(summary.bytes_sent)
     facts["speed"] = f"{summary.samples_per_second:,.0f} samples/s"
     if limit is not None:
         facts["limited by"] = f"{limit.name}, {limit.share:.0%} of a step"

@@ -20,7 +20,6 @@ from hotrow.cli._process import (
     FAILED_STRATEGY,
     INTERRUPTED,
     UNEQUAL,
-    refuse_ranks,
     use_threads,
 )
 from hotrow.report.comparison import advise, comparison_document
@@ -114,7 +113,6 @@ def compare(
     not equal to all-fast, or one did not repeat its bits; 3 a loss is NaN; 4 a strategy failed;
     130 Ctrl-C, which ends after the step under way with what there is.
     """
-    refuse_ranks("compare")
     refuse_settings(settings or (), _REFUSED)
     if repeat < 1:
         raise ValueError(f"--repeat must be at least 1, not {repeat}")

@@ -25,7 +25,6 @@ from hotrow.cli._options import (
     refuse_settings,
 )
 from hotrow.cli._output import counting, show
-from hotrow.cli._process import refuse_ranks
 from hotrow.report.predicted import advice, size_document
 from hotrow.run.config import load, read_settings
 from hotrow.sizing.machines import THIS, machines
@@ -104,7 +103,6 @@ def size(
     `--out` writes the run's settings, with those found, as a new file; comments are not kept. For a
     GPU by name, run.device becomes cuda.
     """
-    refuse_ranks("size")  # it times some steps
     if not 0 < reach <= 1:
         raise ValueError(f"--reach must be above 0 and at most 1, such as 0.95, not {reach:g}")
     check_dense_ms(dense_ms)

@@ -10,7 +10,7 @@ import typer
 
 from hotrow.cli._options import JsonLinesFlag, RunFile, Settings
 from hotrow.cli._output import one_line_warnings
-from hotrow.cli._process import DIVERGED, INTERRUPTED, UNEQUAL, refuse_ranks, use_threads
+from hotrow.cli._process import DIVERGED, INTERRUPTED, UNEQUAL, use_threads
 from hotrow.cli._watch import RunLines, Screen
 from hotrow.run.config import RunConfig, is_data, load
 from hotrow.run.resume import find_run_to_resume, settings_of
@@ -113,7 +113,6 @@ def train(
     checkpoint, and the exit code is 130. SIGTERM does the same and exits with 0. A loss that
     is NaN ends the run, too, which then exits with 3.
     """
-    refuse_ranks("train")
     config, folder = _what_to_train(file, settings or (), runs, resume=resume)
     traced = None if trace is None else parse_traced(trace)
     observer: Observer = RunLines(quiet) if as_json else Screen(quiet)

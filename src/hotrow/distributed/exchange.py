@@ -165,7 +165,9 @@ class Exchange:
             return self._perform_grads(headers, task)
         if op is Op.READ:
             return self.reads.perform(headers, doers, task, channel)
-        return self._perform_check(task)
+        if op is Op.PART:
+            return [headers.words(r, 0, 1)[0] if does else 0 for r, does in enumerate(doers)]
+        return self._perform_check(task, channel)
 
     # -- ids ---------------------------------------------------------------------------
 
@@ -449,8 +451,8 @@ class Exchange:
             total = total + other
         return total.sqrt()
 
-    def _perform_check(self, task: str | None) -> list[str]:
-        return self.ranks.texts(task or "", self.ranks.training)
+    def _perform_check(self, task: str | None, channel: Channel) -> list[str]:
+        return self.ranks.texts(task or "", channel)
 
 
 def is_told(error: Exception) -> bool:

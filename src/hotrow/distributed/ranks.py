@@ -7,7 +7,8 @@ rank that only serves others learns what they do; ranks that do different things
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NoReturn
@@ -29,6 +30,7 @@ class Op(IntEnum):
     CHECK = 5  # ranks compare what each of them was called with
     SERVE = 6  # none: this rank has no batch left and helps the others
     BUILD = 7  # ranks compare what they are about to build
+    PART = 8  # ranks say how many samples of a batch each of them trains
 
 
 _WHAT = {
@@ -39,6 +41,7 @@ _WHAT = {
     Op.CHECK: "calls a method that all ranks have to call",
     Op.SERVE: "has no batch left",
     Op.BUILD: "builds a collection, or saves or loads one",
+    Op.PART: "begins a step of hotrow.Trainer",
 }
 # Words of a header that are the same for all ranks it goes to.
 OP, COLLECTION, SERIAL, STATUS, DEPTH, SAME, FIRST_FREE = range(7)
@@ -166,17 +169,36 @@ class Ranks:
     def _all_to_all(
         self, values: Tensor, sent: list[int] | None, received: list[int] | None, channel: Channel
     ) -> Tensor:
-        group = channel.group_for(values)
         count = len(values) if received is None else sum(received)
         out = values.new_empty(count, *values.shape[1:])
-        try:
+        with self._together():
+            group = channel.group_for(values)
             dist.all_to_all_single(out, values.contiguous(), received, sent, group=group)
+        return out
+
+    def add_up(self, values: Tensor, channel: Channel) -> None:
+        """Replace values by their sums over all ranks, which have the same bits on each."""
+        with self._together():
+            dist.all_reduce(values, group=channel.group_for(values))
+
+    def follow(self, values: Tensor, source: int, channel: Channel) -> None:
+        """Replace values by those of one rank."""
+        with self._together():
+            group = channel.group_for(values)
+            dist.broadcast(values, self.members[source], group=group)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Inside, errors of torch are of ranks that do not answer."""
+        try:
+            yield
+        except RankError:
+            raise
         except RuntimeError as error:
             raise RankError(
                 f"rank {self.rank} of {self.size} lost the others: another rank has ended, or did "
                 f"not answer in time; its own error says why. torch says: {_first_line(error)}"
             ) from error
-        return out
 
     def is_same(self, number: int, channel: Channel) -> bool:
         """Whether all ranks give the same number."""

@@ -172,6 +172,14 @@ class Ahead:
         """Return the loader's own length."""
         return len(self._loader)  # type: ignore[arg-type]
 
+    def fetch_vectors(self) -> bool:
+        """Take part where other ranks look the newest batch up and this one does not. Return
+        whether its ids were known ahead: else this rank cannot."""
+        planned = () if self._last is None else self._last.by_collection
+        for collection, batch in planned:
+            collection.pipeline.fetch(batch)
+        return bool(planned)
+
     def position(self) -> int:
         """Return how many batches of the current pass have been yielded."""
         return 0 if self._reader is None else self._reader.yielded

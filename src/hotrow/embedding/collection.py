@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
+from hotrow.distributed.exchange import Exchange
 from hotrow.distributed.ranks import Ranks, ranks_of
 from hotrow.embedding import dense_steps
 from hotrow.embedding.arguments import (
@@ -39,10 +40,10 @@ from hotrow.embedding.torch_steps import TorchSteps
 from hotrow.embedding.torch_surface import (
     TorchSurface,
     outside_graphs,
-    refuse_replaced_gradients,
     refuse_transforms,
     weights_count,
 )
+from hotrow.embedding.wrappers import protect_stand_ins, refuse_wrapped
 from hotrow.engine.profile import Profile, check_profile
 from hotrow.engine.rows import cpu_rows
 from hotrow.engine.strategy import STRATEGIES, Strategy, find_strategy
@@ -148,6 +149,7 @@ class EmbeddingBagCollection(TorchSurface):
             self._stand_ins = stand_ins or StandIns([x.name for x in self.tables], self.device)
             for table, parameter in zip(self.tables, self._stand_ins.parameters, strict=True):
                 self._parameters[self.key_of(table.name)] = parameter
+            protect_stand_ins(self)
         params = None if self._stand_ins is None else self._stand_ins.parameters
         rule = optimizer or expected_rule or SGD()
         self.optimizer = RowOptimizer(rule, self.tables, params)
@@ -213,6 +215,11 @@ class EmbeddingBagCollection(TorchSurface):
         return self._rows.every_group
 
     @property
+    def exchange(self) -> Exchange | None:
+        """What this collection exchanges with its copies on other ranks; None: there are none."""
+        return self._rows.exchange
+
+    @property
     def strategy(self) -> Strategy:
         return self._rows.strategy
 
@@ -228,7 +235,7 @@ class EmbeddingBagCollection(TorchSurface):
         self._thread.look_up()
         self._evaluations.end()
         if self._stand_ins is not None:
-            refuse_replaced_gradients()
+            refuse_wrapped(self._stand_ins.parameters, self._parameters.values())
             self._stand_ins.refuse_other_values()
         planned, vectors = self.pipeline.find_or_plan(features), []
         self.pipeline.fetch(planned)
@@ -486,6 +493,11 @@ class EmbeddingBagCollection(TorchSurface):
     def traffic(self) -> Traffic:
         """Return what was looked up and moved so far, in training; waits for the device."""
         return self._rows.traffic()
+
+    def sent_bytes(self) -> dict[str, int]:
+        """Return the bytes that this rank has sent to others so far: "ids" that it looks up,
+        "rows" that others look up, and "grads" of rows that others own."""
+        return self._rows.sent_bytes()
 
     def chunk_seconds(self) -> float:
         """Return the host's seconds for lookups and updates of batches that passed in chunks."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hotrow.embedding.arguments import refuse_replicas
 from hotrow.embedding.module_tables import ModuleTables
 from hotrow.embedding.stand_ins import stand_in_of
 from hotrow.embedding.table_modules import (
@@ -88,7 +87,6 @@ def convert(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if held not in HELD:
         raise ValueError(f"held must be one of {', '.join(HELD)}, not {held!r}")
-    refuse_replicas()
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise TypeError(
             f"{type(model).__name__} holds copies of weights or replaces their gradients, and "

@@ -132,7 +132,7 @@ class CallSource:
         if ids is None or (offsets is None) != (self.call.offsets is None):
             return None
         if self.call.by_row and ids.dim() != 2:
-            ids = ids.reshape(len(ids), -1)
+            ids = ids.flatten(1) if ids.dim() > 1 else ids.unsqueeze(1)  # perhaps of no sample
         return replace(self.call, ids=ids, offsets=offsets)
 
 

@@ -12,10 +12,39 @@ from hotrow.embedding.table_modules import TableModule
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules by the names that a user knows."""
+    """Yield modules by the names that a user knows: wrappers of torch add parts to names."""
+    known: dict[str, str] = {}  # by torch's names
+    wrappers: dict[str, str] = {}  # their parts of names, by torch's names
     for name, module in model.named_modules():
-        # torch.compile wraps a model under this name, which no user wrote.
-        yield name.removeprefix("_orig_mod."), module
+        parent, _, last = name.rpartition(".")
+        if not name or wrappers.get(parent) == last:
+            known[name] = known[parent] if name else ""
+        else:
+            known[name] = f"{known[parent]}.{last}".lstrip(".")
+        part = _part_of_wrapper(module)
+        if part is not None:
+            wrappers[name] = part
+        yield known[name], module
+
+
+def user_name(model: nn.Module, name: str) -> str:
+    """Return a module's name as a user knows it; `name` may have the parts of wrappers."""
+    torch_names = (torch_name for torch_name, _ in model.named_modules())
+    pairs = zip(torch_names, named_modules(model), strict=True)
+    return {torch_name: known for torch_name, (known, _) in pairs}.get(name, name)
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """Return the model that wrappers were built around."""
+    part = _part_of_wrapper(model)
+    return model if part is None else bare(getattr(model, part))
+
+
+def _part_of_wrapper(module: nn.Module) -> str | None:
+    """Return the attribute in which a wrapper of torch has its model; None: it is no wrapper."""
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return "module"
+    return "_orig_mod" if "_orig_mod" in module._modules else None  # of torch.compile
 
 
 def module_tables_in(model: nn.Module) -> dict[str, ModuleTables]:

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from hotrow.embedding.in_models import module_tables_in, named_modules
+from hotrow.distributed.exchange import Exchange
+from hotrow.embedding.in_models import module_tables_in, named_modules, user_name
 from hotrow.embedding.module_tables import ModuleTables
 from hotrow.embedding.table_modules import TableModule
 from hotrow.inputs.calls import JoinedCalls
@@ -37,9 +38,20 @@ class ServedModules:
             if tables.collection.training and not tables.id_sources.are_certain
         ]
         self.is_learning = bool(to_learn) and self._left > 0
+        if self._left > 0:
+            # What one rank is certain of may not be so on another: batches are planned on all, or
+            # on none.
+            for exchange in self._exchanges:
+                learns = "learns" if self.is_learning else ""
+                self.is_learning = exchange.first_of(learns) is not None
         for tables in to_learn if self.is_learning else ():
             tables.collection.calls.record()
         return self.is_learning
+
+    @property
+    def _exchanges(self) -> list[Exchange]:
+        every = (tables.collection.exchange for tables in self._tables.values())
+        return [exchange for exchange in every if exchange is not None][:1]
 
     def learn(self, batch: Any) -> None:
         """Learn from what was recorded; `batch` is on the device."""
@@ -79,7 +91,7 @@ def served_modules(
     by_tables: dict[int, dict[str, Callable[[Any], Any]]] = {}
     for name, function in (functions or {}).items():
         modules = dict(named_modules(model))
-        module = modules.get(name.removeprefix("_orig_mod."))
+        module = modules.get(user_name(model, name))
         if not isinstance(module, TableModule):
             known = [x for x, module in modules.items() if isinstance(module, TableModule)]
             raise ValueError(

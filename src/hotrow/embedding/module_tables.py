@@ -25,7 +25,7 @@ from hotrow.embedding.row_groups import GroupBuilder
 from hotrow.embedding.stand_ins import StandIns
 from hotrow.embedding.torch_steps import IDLE, known_rule
 from hotrow.embedding.torch_steps import watch as watch_optimizers
-from hotrow.embedding.torch_surface import refuse_replaced_gradients
+from hotrow.embedding.wrappers import refuse_wrapped
 from hotrow.engine.strategy import find_strategy
 from hotrow.inputs.calls import Call
 from hotrow.inputs.tables import Copied, EmbeddingBagConfig
@@ -211,7 +211,7 @@ class ModuleTables:
             return collection.calls.read(call)
         moment = collection.calls.moment
         if self._checked_at != moment:  # once for all modules of a forward pass
-            refuse_replaced_gradients()
+            refuse_wrapped(self.stand_ins.parameters)
             self.stand_ins.refuse_other_values()
             self._checked_at = moment
         return collection.calls.look_up(call)

@@ -528,8 +528,8 @@ class Reader:
                         continue
                     planned.append((collection, collection.pipeline.prepare(ids, held=True)))
                 except (ValueError, TypeError, IndexError, RuntimeError):
-                    if not self._served.is_guess(name):
-                        raise
+                    if not self._served.is_guess(name) or collection.ranks is not None:
+                        raise  # ranks plan a batch together
                     continue  # ids of another batch layout; if they are wrong, the lookup raises
                 names.append(name)
         except (TypeError, ValueError) as error:

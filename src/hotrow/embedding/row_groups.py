@@ -400,6 +400,11 @@ class RowGroups:
         self.find(table)  # raises if there is none
         return next(x.num_embeddings for x in self.tables if x.name == table)
 
+    def sent_bytes(self) -> dict[str, int]:
+        """Return the bytes that this rank has sent to others, by kind."""
+        sent = {} if self.exchange is None else self.exchange.wire.sent
+        return {kind: sent.get(kind, 0) for kind in ("ids", "rows", "grads")}
+
     def switch(self) -> int:
         """Let the inactive engine train; return the bytes of the rows that are in slots."""
         other = self.inactive

@@ -249,22 +249,43 @@ def refuse_hook(name: str, *_: Any) -> NoReturn:
 
 @cache
 def _refuse_other_norms() -> None:
-    """Refuse norms of gradients that cannot be computed from the L2 norm of each table."""
+    """Refuse norms of gradients that cannot be computed from the L2 norm of each table; clip those
+    of stand-ins and of sharded parameters together, which torch does not mix."""
     from torch.nn.utils import clip_grad
 
-    of_torch = clip_grad._get_total_norm
+    norm_of_torch, clip_of_torch = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
 
-    @wraps(of_torch)
+    @wraps(norm_of_torch)
     def total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if float(norm_type) != 2.0 and any(hasattr(x, "is_norm_of_rows") for x in tensors):
+        has_norms = any(hasattr(x, "is_norm_of_rows") for x in tensors)
+        if float(norm_type) != 2.0 and has_norms:
             raise ValueError(
                 f"norm_type={norm_type} needs the gradients of all rows in one tensor; with tables "
                 "whose rows hotrow updates, clip_grad_norm_ takes norm_type=2 only"
             )
-        return of_torch(tensors, norm_type, *args, **kwargs)
+        sharded = [x for x in tensors if _is_sharded(x)]
+        if not has_norms or not sharded:
+            return norm_of_torch(tensors, norm_type, *args, **kwargs)
+        whole = [x for x in tensors if not _is_sharded(x)]
+        norms: list[Any] = [norm_of_torch(x, norm_type, *args, **kwargs) for x in (sharded, whole)]
+        joined: Tensor = torch.linalg.vector_norm(torch.stack([norms[0].full_tensor(), norms[1]]))
+        return joined
 
-    clip_grad._get_total_norm = total_norm
+    @wraps(clip_of_torch)
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for is_sharded in (False, True):
+            some = [x for x in parameters if _is_sharded(x) == is_sharded]
+            if some:
+                clip_of_torch(some, *args, **kwargs)
+
+    clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_ = total_norm, clip
+
+
+def _is_sharded(tensor: object) -> bool:
+    """Whether a tensor is a DTensor, as FSDP2 makes them of parameters."""
+    return hasattr(tensor, "full_tensor")
 
 
 def _refuse_gradient(table: str, grad: Tensor | None) -> None:

@@ -28,6 +28,7 @@ from hotrow.embedding.row_grads import (
 from hotrow.embedding.row_groups import Group, RowGroups
 from hotrow.embedding.stand_ins import stand_in_of
 from hotrow.embedding.waiting import WaitingGrads
+from hotrow.embedding.wrappers import end_backward_together
 from hotrow.engine.work import Work
 from hotrow.inputs.batch import Lookups, no_lookups
 from hotrow.support.interrupts import uninterrupted
@@ -212,6 +213,8 @@ class PendingStep:
         self._fuses = False  # the step comes at once, so the end of the pass may update rows
         if rows.exchange is not None:
             rows.exchange.update_by(self._apply, rows.optimizer)
+            end_backward_together(self.end_of_backward)
+        self._is_sending = False
         self._stream: torch.cuda.Stream | None = None  # where the newest gradients were made
 
     @property
@@ -304,11 +307,28 @@ class PendingStep:
                 if row_grads.open_pass == number:
                     row_grads.open_pass = None
             self._forget_failed()
+            if self._rows.exchange is not None:
+                return  # `end_of_backward` exchanges gradients
             if not self._accumulating and not self._open:  # a pass inside a pass is part of it
                 # If a model has no dense weights on the device, torch calls back from its last
                 # thread, on the stream of that thread: a graph would lack the update.
                 with torch.cuda.stream(self._stream):
                     self.finish()
+
+    def end_of_backward(self, failed: bool = False) -> None:
+        """Exchange gradients with other ranks when `backward()` has ended, perhaps without any of
+        this rank. `failed`: rows of another collection were not updated."""
+        exchange = self._rows.exchange
+        assert exchange is not None
+        self._forget_failed()
+        if self._thread.is_elsewhere or self._accumulating or self._open:
+            return
+        if failed:
+            self._waiting.clear()
+            exchange.owes_grads = False
+        elif self._waiting or exchange.owes_grads:
+            with uninterrupted(), torch.cuda.stream(self._stream):
+                self.finish()
 
     @contextmanager
     def fused(self) -> Iterator[None]:
@@ -352,9 +372,14 @@ class PendingStep:
         by_group, tables = self._take()
         joined = {place: joined_grads(group, x) for place, group, x in by_group}
         grads = {
-            place: Grads(ids, self._unscaled(x), work) for place, (ids, x, work) in joined.items()
+            place: Grads(ids, _unscaled(x, self.grad_scale), work)
+            for place, (ids, x, work) in joined.items()
         }
-        exchange.send_grads(grads, tables)  # calls `_apply` with what came
+        self._is_sending = True
+        try:
+            exchange.send_grads(grads, tables)  # calls `_apply` with what came
+        finally:
+            self._is_sending = False
 
     def _take(self) -> tuple[list[GroupGrads], tuple[str, ...]]:
         """Take the gradients that wait, by group, and the tables that have one."""
@@ -378,6 +403,12 @@ class PendingStep:
 
     def _apply(self, own: Sequence[OwnGrads], tables: Collection[str]) -> None:
         """Update the rows that this rank owns, from the gradients of all ranks."""
+        if self.for_step is not None and not self._is_sending:
+            raise RuntimeError(
+                "other ranks called backward() for a batch, and this one did not; with "
+                "update='step' every rank calls it for each batch that it looks up, before its "
+                "optimizer steps"
+            )
         by_group = []
         for x in own:
             grads = RowGrads(LookupCall(0, -1), x.work, _NO_LOOKUPS, None, (x.ids, x.grads), None)
@@ -414,20 +445,15 @@ class PendingStep:
             return
         updates = [(group, *joined_grads(group, row_grads)) for _, group, row_grads in by_group]
         if self._rows.exchange is None:  # else each rank has unscaled its own
-            updates = [(group, ids, self._unscaled(x), work) for group, ids, x, work in updates]
+            updates = [
+                (group, ids, _unscaled(x, self.grad_scale), work) for group, ids, x, work in updates
+            ]
         if self._skip(updates):
             return
         with self.writing(), uninterrupted():
             self._count_step(tables)
             for update in updates:
                 _update(*update)
-
-    def _unscaled(self, grads: Tensor) -> Tensor:
-        if self.grad_scale is None:
-            return grads
-        scale: Any = getattr(self.grad_scale, "get_scale", lambda: self.grad_scale)()
-        unscaled: Tensor = grads / scale
-        return unscaled
 
     @property
     def skips_late(self) -> bool:
@@ -447,12 +473,6 @@ class PendingStep:
             else:
                 self._count_step(tuple(tables))
             self.for_step.step(tables, is_skipped)
-
-    def _not_finite(self, row: str, value: float) -> FloatingPointError:
-        return FloatingPointError(
-            f"update {max(self._optimizer.steps) + 1}: the gradient of {row} holds {value}; no row "
-            "was changed. on_nonfinite='skip' leaves such updates out"
-        )
 
     def _count_step(self, tables: tuple[str, ...]) -> None:
         self._optimizer.count_step(tables)
@@ -515,8 +535,23 @@ class PendingStep:
                 row, value = found[1].split("|")
                 bad = f"{row} of rank {found[0]}", float(value)
         if bad is not None and self._on_nonfinite == "error":
-            raise self._not_finite(*bad)
+            raise _not_finite(max(self._optimizer.steps) + 1, *bad)
         return bad is not None
+
+
+def _unscaled(grads: Tensor, scale: Any) -> Tensor:
+    """Divide by a number, a tensor or what a GradScaler has; None: by nothing."""
+    if scale is None:
+        return grads
+    unscaled: Tensor = grads / getattr(scale, "get_scale", lambda: scale)()
+    return unscaled
+
+
+def _not_finite(update: int, row: str, value: float) -> FloatingPointError:
+    return FloatingPointError(
+        f"update {update}: the gradient of {row} holds {value}; no row was changed. "
+        "on_nonfinite='skip' leaves such updates out"
+    )
 
 
 def _update(group: Group, ids: Tensor, grads: Tensor, work: Work | None) -> None:

@@ -15,6 +15,7 @@ from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.embedding.module_tables import ModuleTables
 from hotrow.embedding.torch_surface import OutsideGraphs, refuse_transforms
 from hotrow.embedding.whole_table import Source, WholeTable
+from hotrow.embedding.wrappers import protect_stand_ins
 from hotrow.inputs.calls import Call
 from hotrow.inputs.jagged_tensor import check_integers
 from hotrow.inputs.tables import EmbeddingBagConfig, Init, Normal
@@ -38,6 +39,7 @@ class TableModule(OutsideGraphs):
     def use_tables(self, tables: ModuleTables, table: str) -> None:
         """Look up rows of a table from now on."""
         _leave_out_of_graphs()
+        protect_stand_ins(self)
         self._tables, self._table = tables, table
         self._parameters["weight"] = tables.stand_in(table)
         tables.serve(self)

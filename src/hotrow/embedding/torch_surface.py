@@ -110,17 +110,6 @@ def refuse_transforms(features: Any, *, trains: bool) -> None:
         )
 
 
-def refuse_replaced_gradients() -> None:
-    """Raise inside DistributedDataParallel, which would replace the gradients of stand-ins."""
-    wrapper: Any = nn.parallel.DistributedDataParallel
-    if wrapper._active_ddp_module is not None:
-        raise RuntimeError(
-            "DistributedDataParallel replaces the gradients of parameters, and with update='step' "
-            "the rows' stand-ins are among them; call the model without the wrapper, as one rank "
-            "needs none, or use update='backward'"
-        )
-
-
 def outside_graphs(forward: Any) -> Any:
     """Return a lookup that torch.compile leaves out of graphs."""
     reason = (

@@ -53,7 +53,10 @@ class RunView:
 
 def runs_document(runs: Sequence[RunView]) -> Document:
     limits = [f"{run.name}: {run.record.limit.message}." for run in runs if run.record.limit]
-    summary = table_by_columns(_SUMMARY, runs, words=_WORDS, bad=_bad(runs))
+    columns = dict(_SUMMARY)
+    if not any(run.record.summary.bytes_sent for run in runs):
+        del columns["sent"]
+    summary = table_by_columns(columns, runs, words=_WORDS, bad=_bad(runs))
     timelines = [timeline(run) for run in runs if run.spans]
     return Document(
         "hotrow report: " + ", ".join(run.name for run in runs),
@@ -275,6 +278,7 @@ _SUMMARY: dict[str, Callable[[RunView], str]] = {
     "log-loss": lambda run: number(run.record.summary.log_loss, ".4f"),
     "hit rate": lambda run: f"{run.record.summary.hit_rate:.1%}",
     "moved": lambda run: show_bytes(run.record.summary.bytes_moved),
+    "sent": lambda run: show_bytes(run.record.summary.bytes_sent),  # to other ranks
     "waited": lambda run: number(run.curve.mean_waited, ".1%"),
     "fast memory": lambda run: _memory(run.record),
     "equal to all-fast": lambda run: _EQUALITY[run.record.summary.equal_to_all_fast],

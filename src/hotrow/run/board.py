@@ -37,18 +37,20 @@ class TensorBoard:
     def _write(self, record: StepRecord) -> None:
         rate = record.samples / record.seconds if record.seconds else math.nan
         scale = self._config.training.schedule.scale(record.step)
-        self._add(
-            record.step,
-            {
-                "training/loss": record.loss,
-                "training/samples_per_second": rate,
-                "rows/hit_rate": record.hit_rate,
-                "rows/fetched": record.fetched_rows,
-                # From the schedule: optimizers may keep theirs on a device.
-                "learning_rate/rows": scale * self._config.embedding.optimizer.lr,
-                "learning_rate/dense": scale * self._config.training.optimizer.lr,
-            },
-        )
+        scalars = {
+            "training/loss": record.loss,
+            "training/samples_per_second": rate,
+            "rows/hit_rate": record.hit_rate,
+            "rows/fetched": record.fetched_rows,
+            # From the schedule: optimizers may keep theirs on a device.
+            "learning_rate/rows": scale * self._config.embedding.optimizer.lr,
+            "learning_rate/dense": scale * self._config.training.optimizer.lr,
+        }
+        if record.bytes_sent:
+            scalars["sent/ids"] = record.bytes_of_ids
+            scalars["sent/rows"] = record.bytes_of_rows
+            scalars["sent/gradients"] = record.bytes_of_grads
+        self._add(record.step, scalars)
 
     def evaluation(self, record: EvalRecord) -> None:
         self._add(

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hotrow.data.ranks import current_part
 from hotrow.embedding.arguments import usable_device
 from hotrow.embedding.collection import EmbeddingBagCollection, EmbeddingCollection
 from hotrow.engine.profile import Profile, load_profile
@@ -128,6 +129,12 @@ def build(
     `done` is the number of steps taken before, whose results the caller loads into the job.
     `position` is the first batch, if it is not `done`.
     """
+    ranks = current_part().ranks
+    if ranks > 1:
+        raise ValueError(
+            f"runs of hotrow's own jobs work on one rank so far, and there are {ranks}: start the "
+            "program once, or train a model of your own with hotrow.Trainer"
+        )
     samples = samples or open_data(config)
     config = with_budget(config, samples)
     first = done if position is None else position

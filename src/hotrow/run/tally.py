@@ -46,6 +46,7 @@ class Tally:
         self._pending = PendingRecords(lambda record: self.losses.append(record.loss))
         self.evaluations: list[EvalRecord] = []
         self.samples = self.lookups = self.fetched_rows = self.rows_moved = self.bytes_moved = 0
+        self.bytes_sent = 0
         self.seconds = 0.0
         self._times = dict.fromkeys(_TIMED, 0.0)
         self._waits, self._waited = 0, 0.0
@@ -59,6 +60,7 @@ class Tally:
         self.fetched_rows += record.fetched_rows
         self.rows_moved += record.fetched_rows + record.loaded_rows + record.evicted_rows
         self.bytes_moved += record.bytes_fetched + record.bytes_evicted
+        self.bytes_sent += record.bytes_sent
         if self.steps > _SETTLING:
             for name in _TIMED:
                 self._times[name] += getattr(record, name)
@@ -119,7 +121,7 @@ class Tally:
             self.finish()
         return Summary(
             **self.facts("steps", "samples", "seconds", "samples_per_second", "loss", "auc"),
-            **self.facts("log_loss", "lookups", "hit_rate", "bytes_moved"),
+            **self.facts("log_loss", "lookups", "hit_rate", "bytes_moved", "bytes_sent"),
             fast_rows_share=fast_rows_share,
             chunked_batches=chunked_batches,
             equal_to_all_fast=equal_to_all_fast,

@@ -48,6 +48,15 @@ class StepRecord(Counted):
     waited: float = math.nan
     # Fetched before any lookup asked for them, to be pinned; `bytes_fetched` has theirs, too.
     loaded_rows: int = 0
+    # Bytes that this rank has sent to others; `samples` and `loss` are those of all ranks.
+    bytes_of_ids: int = 0
+    bytes_of_rows: int = 0
+    bytes_of_grads: int = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes that this rank has sent to others."""
+        return self.bytes_of_ids + self.bytes_of_rows + self.bytes_of_grads
 
 
 class LateStepRecord(StepRecord):
@@ -102,6 +111,7 @@ class Summary:
     bytes_moved: int
     equal_to_all_fast: bool | None = None  # None: not compared
     chunked_batches: int = 0  # whose rows did not fit the slots together
+    bytes_sent: int = 0  # to other ranks, by one of them
 
 
 @dataclass(frozen=True, slots=True)

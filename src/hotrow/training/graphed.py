@@ -75,6 +75,7 @@ def graphed(
     for name, value in (("batch_size", batch_size), ("max_lookups", max_lookups)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+    _refuse_ranks(model)
     lanes = next(iter(some_collections_in(model).values())).lanes
     return GraphedStep(
         model,
@@ -86,6 +87,21 @@ def graphed(
         clip_norm=clip_norm,
         lanes=lanes if lanes.device.type == "cuda" else None,
     )
+
+
+def _refuse_ranks(model: nn.Module) -> None:
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise TypeError(
+            "hotrow.graphed takes the model without DistributedDataParallel, which averages "
+            "gradients in hooks of backward() that a graph would not call"
+        )
+    for collection in some_collections_in(model).values():
+        if collection.ranks is not None:
+            raise ValueError(
+                f"hotrow.graphed captures steps of one rank so far, and there are "
+                f"{collection.ranks.size}, which exchange rows within a step: use hotrow.Trainer, "
+                "or a loop of your own"
+            )
 
 
 class GraphedStep:
@@ -193,9 +209,16 @@ class GraphedStep:
         return stack
 
     def _zero_grad(self) -> None:
-        for optimizer in (self._optimizer, *self._row_optimizers):
-            if optimizer is not None:
-                optimizer.zero_grad()
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+    def samples_of(self, batch: Any) -> int:
+        """Return how many samples a batch has that was trained just now, on all ranks."""
+        return len(self.labels(batch))
+
+    def reading(self, fetch: Callable[[], bool]) -> AbstractContextManager[None]:
+        """Inside, batches are those of a pass; `fetch` is for steps of several ranks."""
+        return nullcontext()
 
     def begin_run(self) -> None:
         """Begin a run, whose batches may be of another size than before."""
@@ -244,15 +267,22 @@ class GraphedStep:
                 collection.pipeline.done_with(planned)
         return loss.detach()
 
+    @property
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [x for x in (self._optimizer, *self._row_optimizers) if x is not None]
+
+    def _weights(self) -> list[Tensor]:
+        """Return the weights that the step trains, stand-ins included."""
+        return [x for each in self._optimizers for x in dense_steps.weights_of(each)]
+
     def _update(self) -> None:
         """Update the dense part, and rows that wait for an optimizer's step."""
-        optimizers = [x for x in (self._optimizer, *self._row_optimizers) if x is not None]
         if self._clip_norm is not None:
             weights: Any = self._model.parameters()
             if self._optimizer is not None:  # gradients of other weights are not zeroed, and grow
-                weights = [x for each in optimizers for x in dense_steps.weights_of(each)]
+                weights = self._weights()
             nn.utils.clip_grad_norm_(weights, self._clip_norm)
-        for optimizer in optimizers:
+        for optimizer in self._optimizers:
             optimizer.step()
 
 

@@ -32,6 +32,8 @@ from hotrow.support.records import EvalRecord, LateStepRecord, StepRecord
 from hotrow.support.streams import Lanes, Mark, lanes_of
 from hotrow.training.captured import CapturedStep
 from hotrow.training.graphed import GraphedStep, check_optimizer, label_of
+from hotrow.training.ranked_step import RankedStep
+from hotrow.training.shared_dense import SharedDense
 from hotrow.training.static_inputs import PendingLoss
 
 Batch = TypeVar("Batch")
@@ -104,19 +106,24 @@ class Trainer(Generic[Batch]):
         lanes = next((collection.lanes for collection in self._collections.values()), None)
         if not graphs or lanes is None or not self.device.type == lanes.device.type == "cuda":
             lanes = None
-        self._step = GraphedStep(
-            model,
-            loss_fn,
-            dense_optimizer,
-            labels=labels,
-            lanes=lanes,
-            compile=compile,
-            clip_norm=clip_norm,
-            around=self._algorithms,
-            in_forward=partial(
-                torch.autocast, self.device.type, autocast, enabled=autocast is not None
-            ),
+        in_forward = partial(
+            torch.autocast, self.device.type, autocast, enabled=autocast is not None
         )
+        options: dict[str, Any] = {
+            "labels": labels,
+            "compile": compile,
+            "clip_norm": clip_norm,
+            "around": self._algorithms,
+            "in_forward": in_forward,
+        }
+        self._dense: SharedDense | None = None  # with other ranks
+        self._step: GraphedStep
+        if any(collection.ranks is not None for collection in self._collections.values()):
+            refuse_on_ranks(system)
+            self._dense = SharedDense(model, self._collections)
+            self._step = RankedStep(model, loss_fn, dense_optimizer, dense=self._dense, **options)
+        else:
+            self._step = GraphedStep(model, loss_fn, dense_optimizer, lanes=lanes, **options)
         self._losses: _Losses | None = None
         self.system = system
         if isinstance(system, type) or not (system is None or hasattr(system, "attach")):
@@ -176,9 +183,9 @@ class Trainer(Generic[Batch]):
             before = (counted or self._counters()) | self._times(clock)
             started = perf_counter() if asked is None else asked
             for batch in source:
-                with clock.part("train"):
+                with clock.part("train"), self._step.reading(source.fetch_vectors):
                     loss = self._train(batch)
-                samples = len(self.labels(batch))
+                samples = self._step.samples_of(batch)
                 after = self._counters() | self._times(clock)
                 moved = {key: after[key] - before[key] for key in after}
                 seconds = perf_counter() - started
@@ -195,21 +202,31 @@ class Trainer(Generic[Batch]):
     def evaluate(self, batches: Iterable[Batch]) -> EvalRecord:
         """Return AUC, log-loss and normalised entropy of binary labels; predictions are logits.
 
-        Changes no bit of the training, so it may be called between any two steps.
+        Changes no bit of the training, so it may be called between any two steps. Several ranks
+        call it together, each with any number of batches, and all get the record of all samples.
         """
         scores, labels = [], []
         with named("evaluate"), self._algorithms(), _evaluation(self.model, self.device):
             for batch in batches:
                 batch, sent = self._moved(batch)
-                scores.append(self.model(batch).double())
-                labels.append(self.labels(batch).to(torch.float64, copy=True))
+                of_batch = self.labels(batch).to(torch.float64, copy=True)
+                labels.append(of_batch)
+                if self._dense is None or len(of_batch):  # models may need a sample
+                    scores.append(self.model(batch).double())
+                else:
+                    scores.append(of_batch)
                 sent.wait()  # the loader may fill its memory again
-        if not scores:
+        if self._dense is not None:
+            scores, labels = ([x] for x in self._dense.gathered(scores, labels))
+        if not sum(map(len, scores)):
             raise ValueError("there is nothing to evaluate: the batches given are none")
         return _quality(torch.cat(scores), torch.cat(labels), step=self.step)
 
     def predict(self, batch: Batch) -> Tensor:
-        """Return the model's predictions in evaluation mode. Changes no bit of the training."""
+        """Return the model's predictions in evaluation mode. Changes no bit of the training.
+
+        Of several ranks, each has a batch of its own. It reads rows of the others, which answer
+        while they predict, evaluate or train as well."""
         with self._algorithms(), _evaluation(self.model, self.device):
             batch, sent = self._moved(batch)
             predictions: Tensor = self.model(batch)
@@ -222,13 +239,19 @@ class Trainer(Generic[Batch]):
         return moved, lanes_of(self.device).mark_here()
 
     def mean_loss(self, batches: Iterable[Batch]) -> float:
-        """Return the mean over all samples, in evaluation mode. Changes no bit of the training."""
+        """Return the mean over all samples, in evaluation mode. Changes no bit of the training.
+        Several ranks call it together; the samples are those of all."""
         total, size, started = 0.0, 0, perf_counter()
         for batch in batches:
+            if self._dense is not None and not len(self.labels(batch)):
+                continue
             predictions = self.predict(batch)
             labels = self.labels(batch).to(predictions.device)
             total += float(self.loss_fn(predictions, labels).mean()) * len(labels)
             size += len(labels)
+        if self._dense is not None:
+            total, samples = self._dense.sums(total, size)
+            size = int(samples)
         if not size:
             raise ValueError("there is no sample to evaluate on: the batches given are none")
         self.loss_samples += size
@@ -290,6 +313,8 @@ class Trainer(Generic[Batch]):
             moved = [*counters.moved, *counters.bytes_of(fetched, evicted, loaded), loaded]
             for name, count in zip(_COUNTERS, moved, strict=True):
                 totals[name] += count
+        if self._dense is not None:
+            totals |= self._dense.sent_bytes()
         return totals
 
     def _times(self, clock: Clock) -> dict[str, float]:
@@ -339,6 +364,15 @@ class _Losses:
         pending = PendingLoss(element, self._lanes, self._lanes.mark("train"))
         self._pending.append(pending)
         return pending
+
+
+def refuse_on_ranks(system: object) -> None:
+    """Raise for a system: each rank would order, split or skip its own samples."""
+    if system is not None:
+        raise ValueError(
+            f"{type(system).__name__} trains on one rank so far, because it orders, splits or "
+            "skips samples: start the program once, or train without a system"
+        )
 
 
 @contextmanager
