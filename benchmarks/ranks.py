@@ -42,6 +42,7 @@ from hotrow.inputs.tables import group_by_width
 
 RESULTS = Path(__file__).parent / "results" / "ranks.jsonl"
 ID_BYTES = 4
+KINDS = ("ids", "rows", "grads")
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def measure(shape: Shape, ids: Tensor, replicate: int) -> dict[str, float]:
         _train, (ranks, port, shape, ids.numpy(), replicate, queue), nprocs=ranks
     )
     sent = [queue.get() for _ in range(ranks)]
-    return {kind: sum(x[kind] for x in sent) / len(ids) for kind in ("ids", "rows", "grads")}
+    return {kind: sum(x[kind] for x in sent) / len(ids) for kind in KINDS}
 
 
 def _train(rank: int, ranks: int, port: int, shape: Shape, ids: np.ndarray, replicate: int,
@@ -161,18 +162,19 @@ def _train(rank: int, ranks: int, port: int, shape: Shape, ids: np.ndarray, repl
     batches = list(torch.from_numpy(ids[:, rank]))
     for batch in hotrow.ahead(batches, embedding):
         embedding(batch).values().sum().backward()
-    queue.put(dict(embedding._rows.exchange.wire.sent))  # type: ignore
+    queue.put(embedding.sent_bytes())  # type: ignore[attr-defined]
     dist.barrier()
     dist.destroy_process_group()
 
 
 def report(found: Predicted, counted: dict[str, float] | None) -> None:
     sent = found.ids + found.rows + found.grads
+    parts = ", ".join(f"{kind} {getattr(found, kind) / 1e6:.2f}" for kind in KINDS)
+    fewer = found.without_sharing / max(1, sent)
     text = (
-        f"{found.shape:44} {found.ranks} ranks  {found.lookups:8,} lookups, {found.different:9,.0f} "
-        f"different  {sent / 1e6:8.2f} MB (ids {found.ids / 1e6:.2f}, rows {found.rows / 1e6:.2f}, "
-        f"gradients {found.grads / 1e6:.2f})  1/{found.without_sharing / max(1, sent):.1f} of all "
-        f"lookups  load {found.load:.3f}"
+        f"{found.shape:44} {found.ranks} ranks  {found.lookups:8,} lookups, "
+        f"{found.different:9,.0f} different  {sent / 1e6:8.2f} MB ({parts})  "
+        f"1/{fewer:.1f} of all lookups  load {found.load:.3f}"
     )
     if found.replicated_rows:
         text += f"  {found.replicated_rows:,} rows replicated"
