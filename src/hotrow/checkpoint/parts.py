@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hotrow.checkpoint.places import Share
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.embedding.in_models import collections_in
 from hotrow.embedding.table_modules import TableModule
@@ -38,8 +39,14 @@ class TableRows:
     dim: int
 
     @property
+    def share(self) -> Share:
+        """Which of its rows are here."""
+        owners, rank = self.collection.row_access.owners_of(self.name) or (None, 0)
+        return Share(self.rows, owners, rank)
+
+    @property
     def stored(self) -> Tensor:
-        """All of its rows where they lie, with their state."""
+        """All of its rows that are here where they lie, with their state."""
         return self.collection.row_access.stored(self.name)
 
     @property

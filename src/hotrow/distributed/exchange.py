@@ -374,6 +374,12 @@ class Exchange:
                     f"{rank} with {other}"
                 )
 
+    def meet(self, text: str) -> list[str]:
+        """Return what each rank says, where all of them call one method; "" of one that serves."""
+        self.settle_grads()
+        texts: list[str] = self._run(Header(Op.CHECK, self.number), text)
+        return texts
+
     def first_of(self, text: str) -> tuple[int, str] | None:
         """Return the first rank that says something, and what; None: all are silent."""
         texts = self._run(Header(Op.CHECK, self.number), text)

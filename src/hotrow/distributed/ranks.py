@@ -111,6 +111,8 @@ class Ranks:
         backend = "nccl" if is_nccl else "gloo"
         self.training = Channel(self.members, timeout, backend)
         self.aside = Channel(self.members, timeout, backend)  # another thread that reads
+        self.saving: Channel | None = None  # a thread that saves; see `open_saving`
+        self._timeout = timeout
         self._width = FIRST_FREE
         self._collections: list[weakref.ref[Any]] = []
 
@@ -164,6 +166,10 @@ class Ranks:
                 f"not answer in time; its own error says why. torch says: {_first_line(error)}"
             ) from error
         return out
+
+    def open_saving(self) -> None:
+        """Open a channel for a thread that saves beside training; all ranks call this together."""
+        self.saving = Channel(self.members, self._timeout, "gloo")
 
     def texts(self, text: str, channel: Channel) -> list[str]:
         """Return what each rank says."""
