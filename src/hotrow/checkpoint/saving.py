@@ -123,15 +123,15 @@ def _begin(
     log: str | float | None,
 ) -> Save:
     """Begin a checkpoint; `log=None`: it is written when this returns."""
-    root, step = Path(folder), whole("step", step, least=0)
-    full_every = whole("full_every", full_every, least=1)
-    keep = None if keep is None else whole("keep", keep, least=1)
+    root, begun = Path(folder), perf_counter()
     collections, team = list(collections_of(model).values()), Team(model)
-    begun, save = perf_counter(), Save(step)
+    save, prepared = Save(0), Prepared(team, root, model)
     entries: dict[str, Any] = {}
-    prepared = Prepared(team, root, model, step, keep, full_every, State({}, b"", {}))
 
     def begin() -> str:
+        save.step = prepared.step = whole("step", step, least=0)
+        prepared.full_every = whole("full_every", full_every, least=1)
+        prepared.keep = None if keep is None else whole("keep", keep, least=1)
         _end_others(root, collections, team)
         if log is not None:
             total = sum(collection.bytes_total for collection in collections)

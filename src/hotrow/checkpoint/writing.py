@@ -71,10 +71,10 @@ class Prepared:
     team: Team
     root: Path
     model: nn.Module
-    step: int
-    keep: int | None
-    full_every: int
-    state: State
+    step: int = 0
+    keep: int | None = None
+    full_every: int = 1
+    state: State = field(default_factory=lambda: State({}, b"", {}))
     name: str = ""
     partial: str = ""  # the folder's name until all of it is on the disk
     lock: Lock | None = None  # of the root, on rank 0, until all is written
