@@ -42,6 +42,7 @@ SETTINGS = (
 
 SYSTEMS = (
     "hotrow-lookahead",
+    "hotrow-lookahead-written",
     "hotrow-all-fast",
     "fbgemm-cached",
     "fbgemm-hbm",

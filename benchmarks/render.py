@@ -29,6 +29,10 @@ One command each; results are appended to `results/<suite>.jsonl` as they come, 
 |---|---|
 | `python benchmarks/ceilings.py` | what the machine can do at best |
 | `python benchmarks/terabyte.py` | a DLRM with MLPerf's tables, beside FBGEMM and plain PyTorch |
+| `python benchmarks/session.py target eager` | many of these in one call with a limit |
+| `python benchmarks/dcnv2.py` | MLPerf's DLRM-DCNv2: 214 lookups per sample, rows of 1 KiB |
+| `python benchmarks/sequences.py` | a million lookups without pooling, of rows of 2 KiB |
+| `python benchmarks/stalls.py --cold` | the longest of 10,000 steps, and what was compiled when |
 | `python benchmarks/multihot.py` | the embedding part alone with a million lookups per step |
 | `python benchmarks/published.py` | four published systems beside their bars |
 | `python benchmarks/scratchpipe.py` | ScratchPipe's own experiment, from random to local access |
@@ -61,6 +65,11 @@ All but the last twelve take `--minutes 8` (start nothing that would end later),
   only these runs, such as `target` or `'target/hotrow-*'`; for ceilings, parts.
 - `--list` (terabyte, multihot, published, scratchpipe, kernels, belady): print the runs; the first
   four also estimate their seconds.
+- `--tuning NAME=NUMBER` (suites, stalls): other numbers of `hotrow.engine.tuning`, such as
+  `places_on_host=16`.
+- `session.py` names measurements, each a command of this folder: `--list` prints them, `--minutes`
+  is for all together, and results, output and `session.jsonl` go to `--out` as they come. A cut
+  leaves what was finished.
 - `--localities uniform low medium high`, `--budgets 10 2` (scratchpipe): a part of the experiment.
 - `--batches 400` (published): length of a run that is timed as a whole.
 - `--missing`, `--systems`, `--all`, `--isolate` (terabyte, multihot): runs without a result; only

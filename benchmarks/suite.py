@@ -39,6 +39,7 @@ from torch import Tensor
 from traces import NUM_DENSE, Trace, steps_to_fill
 
 from hotrow.embedding.arguments import FILLS
+from hotrow.engine import tuning
 from systems import SYSTEMS, System
 
 GIB = 2**30
@@ -62,6 +63,7 @@ class Setting:
     optimizer: str = "sgd"
     output: str = "bfloat16"
     has_dense: bool = True  # a dense part follows, else gradients are given
+    is_pooled: bool = True  # else each lookup gives a vector; one id per sample
     model: str = "dlrm"  # or "dcnv2"
     least_warmup: int = 400  # steps of systems with a cache, even if it is full earlier
     tail: int = 320  # batches after the timed ones, so that looking ahead never meets the end
@@ -116,9 +118,11 @@ class Bench:
         timed: int,
         counted: int = COUNTED_STEPS,
         fill: str = "auto",
+        tuning: dict[str, int] | None = None,
     ) -> None:
         self.setting, self.device, self.options = setting, device, options
         self.warmup, self.timed, self.counted, self.fill = warmup, timed, counted, fill
+        self.tuning = tuning or {}
         if options.compile:
             import torch._dynamo
 
@@ -231,7 +235,7 @@ def measure(bench: Bench, name: str, deadline: Deadline) -> dict[str, Any]:
         )
         return {
             "setting": bench.setting.facts(),
-            "options": {**asdict(bench.options), "fill": bench.fill},
+            "options": {**asdict(bench.options), "fill": bench.fill, "tuning": bench.tuning},
             "step_ms": asdict(timing),
             "samples_per_second": bench.setting.batch / timing.whole.mean * 1000,
             "warmup_steps": warmup,
@@ -352,6 +356,13 @@ def add_bench_options(made: argparse.ArgumentParser) -> None:
         help="of the dense part's vectors: PyTorch's operations, or hotrow's kernel",
     )
     made.add_argument("--fill", choices=FILLS, default="auto", help="how hotrow's rows move")
+    made.add_argument(
+        "--tuning",
+        nargs="+",
+        default=[],
+        metavar="NAME=NUMBER",
+        help="other numbers of hotrow.engine.tuning, such as places_on_host=16",
+    )
     made.add_argument(
         "--masters",
         choices=("plain", "hotrow"),
@@ -484,7 +495,15 @@ def bench_for(setting: Setting, arguments: argparse.Namespace) -> Bench:
         timed=timed,
         counted=counted,
         fill=arguments.fill,
+        tuning=tuned(arguments.tuning),
     )
+
+
+def tuned(given: Sequence[str]) -> dict[str, int]:
+    """Let collections that are built from now on use these numbers; return them."""
+    numbers = {name: int(value) for name, _, value in (each.partition("=") for each in given)}
+    tuning.DEFAULT = replace(tuning.DEFAULT, **numbers)
+    return numbers
 
 
 def tiny(setting: Setting) -> Setting:

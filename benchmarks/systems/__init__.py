@@ -52,6 +52,18 @@ def _ours(strategy: str, *, written: bool = False) -> Callable[[Bench], System]:
     return build
 
 
+def _loop(bench: Bench) -> System:
+    from systems.ours import HotrowLoop
+
+    return HotrowLoop(bench, "lookahead", written=True)
+
+
+def _dense_alone(bench: Bench) -> System:
+    from systems.plain import DenseAlone
+
+    return DenseAlone(bench)
+
+
 def _static_hybrid(bench: Bench) -> System:
     from systems.ours import Hotrow, true_profile
 
@@ -84,6 +96,8 @@ SYSTEMS = {
     "hotrow-lookahead": Kind(_ours("lookahead"), 0.8, is_cached=True),
     # As if every row had been trained and written before: none is made in its slot, all are read.
     "hotrow-lookahead-written": Kind(_ours("lookahead", written=True), 0.9, is_cached=True),
+    # The same in a loop that a user writes, without a trainer.
+    "hotrow-loop-written": Kind(_loop, 4, is_cached=True),
     "hotrow-lru": Kind(_ours("lru"), 3, is_cached=True),
     "hotrow-scratchpipe": Kind(_ours("scratchpipe"), 3, is_cached=True),
     "hotrow-uncached": Kind(_ours("uncached"), 6),
@@ -97,4 +111,5 @@ SYSTEMS = {
     "fbgemm-cached-rows": Kind(_fbgemm("cached-rows"), 1.8, is_cached=True),
     "fbgemm-uvm": Kind(_fbgemm("uvm"), 3),
     "torch-hybrid": Kind(_plain, 100, is_slow=True),
+    "dense-alone": Kind(_dense_alone, 3, has_store=False),
 }

@@ -59,6 +59,7 @@ class Fbgemm:
             BoundsCheckMode,
             CacheAlgorithm,
             EmbeddingLocation,
+            PoolingMode,
         )
 
         setting = self.bench.setting
@@ -81,6 +82,7 @@ class Fbgemm:
             cache_precision=SparseType.FP32,
             weights_precision=SparseType.FP32,
             output_dtype=outputs[setting.output_dtype],
+            pooling_mode=PoolingMode.SUM if setting.is_pooled else PoolingMode.NONE,
             stochastic_rounding=False,
             bounds_check_mode=BoundsCheckMode.NONE,
             prefetch_pipeline=self.does_prefetch,

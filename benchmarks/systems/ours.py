@@ -39,6 +39,7 @@ def collection(
     output_dtype: torch.dtype = torch.float32,
     fill: str = "auto",
     features: list[list[str]] | None = None,
+    is_pooled: bool = True,
     **options: Any,
 ) -> hotrow.EmbeddingBagCollection:
     """Tables of one width; `features` names those of each table, by default one."""
@@ -51,7 +52,8 @@ def collection(
         for table, (num_rows, names) in enumerate(zip(rows, features, strict=True))
     ]
     on_gpu = {"output_dtype": output_dtype, "fill": fill} if device.type == "cuda" else {}
-    return hotrow.EmbeddingBagCollection(
+    kind = hotrow.EmbeddingBagCollection if is_pooled else hotrow.EmbeddingCollection
+    return kind(
         tables,
         optimizer=RULES[optimizer](lr=LR),
         budget=None if strategy == "all-fast" else budget_bytes,
@@ -145,6 +147,7 @@ class Hotrow:
             device=device,
             output_dtype=setting.output_dtype,
             fill=bench.fill,
+            is_pooled=setting.is_pooled,
             **given,
         )
         for group in self.embedding.groups if written else ():
@@ -160,6 +163,7 @@ class Hotrow:
                 EmbeddingAlone(self.embedding, bench.given_gradient),
                 predictions_are_losses,
             )
+        self.model, self.optimizer, self.loss = model, optimizer, loss
         # Others may train the same model, one after the other.
         self.trainer_with = partial(
             trainer,
@@ -188,6 +192,23 @@ class Hotrow:
 
     def facts(self, steps: Generator[None, None, None]) -> dict[str, Any]:
         return facts_of(self.embedding, steps, self.counted)
+
+
+class HotrowLoop(Hotrow):
+    """An ordinary loop, in which every operation is launched from Python."""
+
+    def steps(self, batches: Iterable[ClickBatch]) -> Generator[None, None, None]:
+        known = hotrow.ahead(batches, self.model, ids=lambda batch: batch.sparse)
+        try:
+            for batch in known:
+                if self.optimizer is not None:
+                    self.optimizer.zero_grad()
+                self.loss(self.model(batch), batch.label).backward()
+                if self.optimizer is not None:
+                    self.optimizer.step()
+                yield
+        finally:
+            known.close()
 
 
 def true_profile(bench: Bench) -> dict[str, tuple[Tensor, Tensor]]:

@@ -1,4 +1,5 @@
-"""Plain PyTorch: nn.EmbeddingBag with sparse gradients on the CPU, the dense part on the GPU."""
+"""Plain PyTorch: nn.EmbeddingBag with sparse gradients on the CPU, the dense part on the GPU; and
+the dense part alone."""
 
 from __future__ import annotations
 
@@ -58,6 +59,32 @@ class PlainHybrid:
 
     def facts(self, steps: Generator[None, None, None]) -> dict[str, Any]:
         return {"threads": torch.get_num_threads()}
+
+
+class DenseAlone:
+    """The dense part with vectors that never change: what a step takes without an embedding."""
+
+    def __init__(self, bench: Bench) -> None:
+        setting = bench.setting
+        if not setting.has_dense:
+            raise Unavailable("this setting has no dense part")
+        self.bench = bench
+        shape = (setting.batch, len(setting.rows) * setting.dim)
+        self.vectors = torch.zeros(shape, dtype=setting.output_dtype, device=bench.device)
+
+    def steps(self, batches: Iterable[ClickBatch]) -> Generator[None, None, None]:
+        for batch in batches:
+            moved = [
+                each.to(self.bench.device, non_blocking=True) for each in (batch.dense, batch.label)
+            ]
+            self.bench.gradient(self.vectors, *moved)
+            yield
+
+    def table_bytes(self) -> int:
+        return 0
+
+    def facts(self, steps: Generator[None, None, None]) -> dict[str, Any]:
+        return {}
 
 
 def _fill(weights: Tensor) -> None:

@@ -15,6 +15,7 @@ from hotrow.embedding.ahead import Ahead, ahead
 from hotrow.embedding.collection import EmbeddingBagCollection, EmbeddingCollection
 from hotrow.embedding.convert import convert, revert
 from hotrow.embedding.embedded import Embedded
+from hotrow.embedding.joining import join
 from hotrow.embedding.keyed_tensor import KeyedTensor
 from hotrow.embedding.table_modules import Embedding, EmbeddingBag
 from hotrow.engine.profile import load_profile, save_profile
@@ -69,6 +70,7 @@ __all__ = [
     "begin_checkpoint",
     "convert",
     "graphed",
+    "join",
     "load_checkpoint",
     "load_model",
     "load_profile",

@@ -95,11 +95,11 @@ def test_other_numbers_of_ranks_load_the_same_bits(
 
 
 def saved_in_steps(
-    rank: int, world: int, folder: Path, background: bool
+    rank: int, world: int, folder: Path, background: bool, replicate: str | None
 ) -> tuple[list[Everything], list[bool]]:
     """A whole checkpoint, and two that hold what has changed since, the last as a model, too."""
     with small_files():
-        loop, kept, written = RankLoop(rank, world), [], []
+        loop, kept, written = RankLoop(rank, world, replicate=replicate), [], []
 
         def after(step: int) -> None:
             options = {"full_every": 9, "keep": 1}
@@ -118,23 +118,28 @@ def saved_in_steps(
         return kept, written
 
 
-def opened(rank: int, world: int, folder: Path) -> tuple[list[Everything], Everything]:
+def opened(
+    rank: int, world: int, folder: Path, replicate: str | None
+) -> tuple[list[Everything], Everything]:
     with small_files():
-        loop, found = RankLoop(rank, world, seed=4), []
+        loop, found = RankLoop(rank, world, seed=4, replicate=replicate), []
         for path in saved_in(folder / "checkpoints"):
             loop.load(path)
             found.append(loop.everything())
-        other = RankLoop(rank, world, seed=5)
+        other = RankLoop(rank, world, seed=5, replicate=replicate)
         hotrow.load_model(folder / "model", other.model)
         return found, other.everything()
 
 
-@pytest.mark.parametrize(("before", "after", "background"), [(3, 2, False), (2, 2, True)])
+@pytest.mark.parametrize(
+    ("before", "after", "background", "replicate"),
+    [(3, 2, False, (None, "8KiB")), (2, 2, True, (None, None)), (2, 3, True, ("30KiB", None))],
+)
 def test_incremental_ones_and_models(
-    before: int, after: int, background: bool, tmp_path: Path
+    before: int, after: int, background: bool, replicate: tuple[str | None, ...], tmp_path: Path
 ) -> None:
     """Also where they are read: in a process without torch.distributed."""
-    (kept, written), *_ = run(before, saved_in_steps, tmp_path, background)
+    (kept, written), *_ = run(before, saved_in_steps, tmp_path, background, replicate[0])
     assert written == [True] * 3 * background
     found = saved_in(tmp_path / "checkpoints")
     steps = [1, 3, 4] if background else [1, 3]
@@ -144,7 +149,7 @@ def test_incremental_ones_and_models(
     for table, size in zip(manifest.tables, TABLES, strict=True):
         assert sum(shard.rows for shard in table.shards) <= min(2 * 96, size.num_embeddings)
     expected = [kept[n - 1] for n in steps]
-    for states, model in run(after, opened, tmp_path):
+    for states, model in run(after, opened, tmp_path, replicate[1]):
         for state, other in zip(states, expected, strict=True):
             assert [key for key in differing(state, other) if key not in OWN] == []
         for key in (key for key in model if key.startswith("dense ")):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import time
 from contextlib import redirect_stderr
 
 import pytest
 
-from hotrow.support.progress import bytes_bar
+from hotrow.support.progress import bytes_bar, line_if_long
 
 GIB = 2**30
 
@@ -66,3 +67,16 @@ def test_a_failure_takes_the_bar_away() -> None:
     with pytest.raises(MemoryError):
         work(terminal, 8.0, fails=True)
     assert "\x1b[?25h" in terminal.getvalue()  # the cursor is back
+
+
+def test_a_line_is_for_long_work_alone() -> None:
+    terminal = Terminal()
+    with redirect_stderr(terminal):
+        with line_if_long("compiling kernels", seconds=0.01):
+            for _ in range(200):
+                if terminal.getvalue():
+                    break
+                time.sleep(0.05)
+        with line_if_long("short work", seconds=60.0):
+            pass
+    assert terminal.getvalue() == "compiling kernels ...\n"

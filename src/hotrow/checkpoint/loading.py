@@ -216,7 +216,9 @@ class Checkpoint:
 
         def check() -> str:
             self.check(model, parts)
-            self.state_of(team)  # what it cannot be read is found before anything is replaced
+            for collection in collections_of(model).values():
+                collection.row_access.check_replacing()
+            self.state_of(team)  # one that cannot be read is found before anything is replaced
             return ""
 
         team.begin("load_checkpoint", check)

@@ -26,6 +26,7 @@ from hotrow.checkpoint.manifest import (
 )
 from hotrow.checkpoint.parts import (
     TableRows,
+    collections_of,
     dense_state,
     refuse_other,
     rows_apart,
@@ -146,6 +147,9 @@ def _write(disk: Disk, names: list[str], model: nn.Module, team: Team) -> None:
 
         def write_own() -> str:
             nonlocal total
+            if team.ranks is not None:  # rows that all ranks have are brought to their owners
+                for collection in collections_of(model).values():
+                    collection.row_access.flush()
             state = dense_state(model)
             total += sum(tensor.nbytes for tensor in state.values())
             if team.is_first:

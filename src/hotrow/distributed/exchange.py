@@ -10,12 +10,13 @@ added in the order of ranks, so their sum depends on neither strategy nor budget
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +52,14 @@ _TOLD = "is known on all ranks"
 
 
 OnGrads = Callable[[Sequence["OwnGrads"], Collection[str]], None]
+
+
+class RuleSettings(Protocol):
+    """The settings of an optimizer's rule, table by table, as plain values."""
+
+    def numbers(self) -> list[dict[str, Any]]: ...
+
+    def used(self, numbers: list[dict[str, Any]] | None) -> AbstractContextManager[None]: ...
 
 
 class Shared(NamedTuple):
@@ -106,10 +115,11 @@ class Exchange:
         what owns this object, so it is kept weakly."""
         self.ranks, self.groups, self._tables = ranks, tuple(groups), tuple(tables)
         self._lanes, self._writing = lanes, writing
+        self.replicated = [group for group in self.groups if group.replicated is not None]
         self.wire = Wire(ranks, self.groups)
-        self.reads = Reads(self.wire, reading)
+        self.reads = Reads(self.wire, reading, self.settle_grads)
         self._mask_words = -(-len(tables) // _BITS)
-        words = 1 + self._mask_words + 2 * len(self.groups)
+        words = 1 + self._mask_words + 3 * len(self.groups)
         self.number = self.reads.number = ranks.add(self, words)
         self._serial = 0  # of batches
         self._steps = 0  # of exchanges of gradients
@@ -117,6 +127,7 @@ class Exchange:
         # Weak references: their objects own this one.
         self._propose_depth: Callable[[], Callable[[], int] | None] = lambda: None
         self._on_grads: Callable[[], OnGrads | None] = lambda: None
+        self._settings: Callable[[], RuleSettings | None] = lambda: None
         self.owes_grads = False  # vectors came, and gradients were not exchanged since
         self.is_joined = False  # inside of hotrow.join
         # Batches that other ranks train without this one, by their serial numbers.
@@ -127,9 +138,15 @@ class Exchange:
         """Take the method that says how many batches are worth knowing ahead."""
         self._propose_depth = weakref.WeakMethod(propose_depth)
 
-    def update_by(self, on_grads: OnGrads) -> None:
-        """Take the method that updates rows from gradients of all ranks."""
-        self._on_grads = weakref.WeakMethod(on_grads)
+    def update_by(self, on_grads: OnGrads, settings: RuleSettings) -> None:
+        """Take the method that updates rows from gradients of all ranks, and what has the settings
+        of these updates."""
+        self._on_grads, self._settings = weakref.WeakMethod(on_grads), weakref.ref(settings)
+
+    def join(self, joins: bool) -> None:
+        """Let ranks have different numbers of batches from now on, or no longer."""
+        self.is_joined = joins
+        self._foreign.clear()
 
     def _run(self, header: Header, task: Any, channel: Channel | None = None) -> Any:
         return self.ranks.run(header, task, channel)
@@ -143,7 +160,7 @@ class Exchange:
         if op is Op.ROWS:
             return self._perform_rows(headers, task)
         if op is Op.GRADS:
-            return self._perform_grads(headers, task)
+            return self._perform_grads(headers, doers, task)
         if op is Op.READ:
             return self.reads.perform(headers, doers, task, channel)
         return self._perform_check(task)
@@ -272,7 +289,8 @@ class Exchange:
             self.wire.count("rows", rows, work.received)
             counts = work.route.counts
             vectors = self.ranks.exchange(rows, work.received, counts, self.ranks.training)
-            work.vectors, work.version = work.group.in_order(work.route, vectors), version
+            work.vectors = work.group.vectors_in_order(work.route, vectors)
+            work.version = version
         self._fetched.append(shared)
         if len(self._fetched) > _KEPT:
             oldest = self._fetched.popleft()
@@ -294,11 +312,13 @@ class Exchange:
         size, groups = self.ranks.size, self.groups
         ways = {place: self._way_of(place, x) for place, x in grads.items()}
         forms, counts = [0] * len(groups), [[0] * len(groups) for _ in range(size)]
+        copied = [0] * len(groups)
         for place, (form, route) in ways.items():
             forms[place] = form
+            copied[place] = 0 if route.replicas is None else len(route.replicas)
             for rank, count in enumerate(route.counts):
                 counts[rank][place] = count
-        words = [*self._mask_of(tables), *forms]
+        words = [*self._mask_of(tables), *forms, *copied]
         status = HAS_GRADS * bool(tables)
         header = Header(Op.GRADS, self.number, self._steps + 1, status, words=words, counts=counts)
         self._run(header, (grads, ways))
@@ -308,9 +328,9 @@ class Exchange:
         way of the gradients."""
         if x.work is not None and len(x.ids) == len(x.work.ids.ids):
             return x.work.serial, x.work.route
-        return 0, self.groups[place].owners.route(x.ids.cpu())
+        return 0, self.groups[place].route(x.ids.cpu())
 
-    def _perform_grads(self, headers: Headers, task: Any) -> None:
+    def _perform_grads(self, headers: Headers, doers: list[bool], task: Any) -> None:
         self._steps += 1
         grads: dict[int, Grads] = {}
         ways: dict[int, tuple[int, Route]] = {}
@@ -324,8 +344,11 @@ class Exchange:
         came = []
         for place, group in enumerate(self.groups):
             forms = {headers.words(r, first, count)[place] for r in range(self.ranks.size)}
-            received = [headers.words(r, first + count, count)[place] for r in range(len(masks))]
+            every = [headers.words(r, first + count, 2 * count) for r in range(len(masks))]
+            received, copied = [x[count + place] for x in every], [x[place] for x in every]
             route = ways[place][1] if place in ways else None
+            if any(copied):
+                came.append(self._swap_copied(place, grads.get(place), route, copied))
             if not sum(received) and route is None and forms == {0}:
                 continue
             sums = torch.empty(0, group.dim, device=group.device)
@@ -345,9 +368,41 @@ class Exchange:
             numbers = self.wire.send_numbers([place], routes, by_rank)[place].to(group.device)
             ids = sort_ids(numbers, group.inner.layout.num_rows)
             came.append(OwnGrads(place, None, ids.ids, reference.sum_pairs(theirs, ids)))
-        on_grads = self._on_grads()
+        on_grads, settings = self._on_grads(), self._settings()
         assert on_grads is not None
-        on_grads(came, tables)
+        assert settings is not None
+        with settings.used(self._numbers_of(settings, headers.with_status(HAS_GRADS))):
+            on_grads(came, tables)
+
+    def _swap_copied(
+        self, place: int, grads: Grads | None, route: Route | None, copied: list[int]
+    ) -> OwnGrads:
+        """Return the gradients of replicated rows, of which every rank gets those of all ranks."""
+        group, size = self.groups[place], self.ranks.size
+        ids, sums = (
+            torch.empty(0, dtype=torch.int64),
+            torch.empty(0, group.dim, device=group.device),
+        )
+        if grads is not None and route is not None and route.here is not None:
+            assert route.replicas is not None
+            ids, sums = route.replicas, grads.sums[route.here.to(group.device)] / size
+        sent = [len(ids)] * size
+        self.wire.count("grads", sums, sent)
+        theirs = self.ranks.exchange(sums.repeat(size, 1), sent, copied, self.ranks.training)
+        numbers = self.wire.to_all(ids, copied).to(group.device)
+        rows = sort_ids(numbers, group.replicas.layout.num_rows)
+        number = len(self.groups) + self.replicated.index(group)
+        return OwnGrads(number, None, rows.ids, reference.sum_pairs(theirs, rows))
+
+    def _numbers_of(self, settings: RuleSettings, ranks: Sequence[int]) -> Any:
+        """Return the settings of a rank that has gradients, for one that has none: it takes part
+        late, when a schedule may have moved on, or its schedules rest. None: its own."""
+        if len(ranks) == self.ranks.size:
+            return None
+        has_grads = self.ranks.rank in ranks
+        mine = json.dumps(settings.numbers()) if has_grads else ""
+        texts = self.ranks.texts(mine, self.ranks.training)
+        return None if has_grads else json.loads(texts[ranks[0]])
 
     def _mask_of(self, tables: Collection[str]) -> list[int]:
         words = [0] * self._mask_words

@@ -1,8 +1,9 @@
 """Which rank owns a row, and the row's number there. Closed forms; nothing is exchanged.
 
-The rows of a table are cut into blocks of `SHARDS`. Within a block every row is in another shard,
-by a hash of the table and the block, so that hot rows with neighbouring numbers are spread. A rank
-owns whole shards, so a row's shard does not depend on the number of ranks.
+The rows of a table are cut into blocks of `SHARDS`. Within a block every row is in another shard:
+its number is changed by a hash of the table and the block, and its bits are reversed, so that rows
+with neighbouring numbers are far apart. A rank owns a range of shards, so a row's shard does not
+depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from hotrow.support.hashing import mixed
 
 SHARDS = 1024
 _BITS = 10
+_REVERSED = np.array([int(f"{k:0{_BITS}b}"[::-1], 2) for k in range(SHARDS)])
 OWNED = "rows"  # the one feature of the rows that a rank owns
 
 
@@ -48,7 +50,8 @@ class TableOwners:
         self.first = np.array([first_shard(rank, ranks) for rank in range(ranks + 1)])
         self._full = num_rows >> _BITS  # blocks that have a row for every shard
         # The last block may have fewer: where each of its rows stands among those of its owner.
-        shards = np.arange(num_rows & (SHARDS - 1)) ^ self._salts(np.array([self._full]))
+        rest = np.arange(num_rows & (SHARDS - 1))
+        shards = _REVERSED[rest ^ self._salts(np.array([self._full]))]
         there = np.zeros(SHARDS, dtype=np.int64)
         there[shards] = 1
         before = np.concatenate([[0], there.cumsum()])
@@ -66,7 +69,7 @@ class TableOwners:
     def find(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the owner of each row, and the row's number there."""
         block = rows >> _BITS
-        shard = (rows & (SHARDS - 1)) ^ self._salts(block)
+        shard = _REVERSED[(rows & (SHARDS - 1)) ^ self._salts(block)]
         rank = shard * self.ranks // SHARDS
         width = np.diff(self.first)[rank]
         place = np.where(block < self._full, shard - self.first[rank], self._last_place[shard])
@@ -90,7 +93,7 @@ class TableOwners:
         shard = first + numbers % max(1, end - first)
         is_last = numbers >= full
         shard[is_last] = mine[numbers[is_last] - full]
-        rows: np.ndarray = (block << _BITS) | (shard ^ self._salts(block))
+        rows: np.ndarray = (block << _BITS) | (_REVERSED[shard] ^ self._salts(block))
         return rows
 
 
@@ -100,6 +103,9 @@ class Route(NamedTuple):
     order: Tensor  # [U] places of ids, owner by owner
     numbers: Tensor  # [U] int64: the ids at their owners, in that order
     counts: list[int]  # ids of each rank
+    # Rows that every rank has: the places of their ids, and which replicas they are.
+    here: Tensor | None = None
+    replicas: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ class Op(IntEnum):
     READ = 4  # rows are read, outside of training
     CHECK = 5  # ranks compare what each of them was called with
     SERVE = 6  # none: this rank has no batch left and helps the others
+    BUILD = 7  # ranks compare what they are about to build
 
 
 _WHAT = {
@@ -37,9 +38,11 @@ _WHAT = {
     Op.READ: "reads rows",
     Op.CHECK: "calls a method that all ranks have to call",
     Op.SERVE: "has no batch left",
+    Op.BUILD: "builds a collection, or saves or loads one",
 }
 # Words of a header that are the same for all ranks it goes to.
 OP, COLLECTION, SERIAL, STATUS, DEPTH, SAME, FIRST_FREE = range(7)
+_WIDTH = 64  # words of most headers: if ranks differ in collections, messages have one size
 ERROR, ENDED, JOINS, HAS_GRADS = 1, 2, 4, 8  # bits of STATUS
 
 
@@ -88,16 +91,26 @@ class Headers:
 
 class Channel:
     """A pair of process groups for the messages of one thread in each rank: one for numbers of
-    the host, and one for rows, which may be on a device."""
+    the host, and one for rows, which may be on a device.
+
+    torch owns the groups. A reference of ours would let them outlive `destroy_process_group()`,
+    and their threads abort the process when it ends.
+    """
 
     def __init__(self, members: list[int], timeout: Any, backend: str) -> None:
         # Of some ranks alone, the others take no part in opening a group.
         options: dict[str, Any] = {"timeout": timeout}
         options["use_local_synchronization"] = len(members) < dist.get_world_size()
-        self.numbers = dist.new_group(members, backend="gloo", **options)
-        self.rows = self.numbers
+        self._numbers = self._rows = weakref.ref(dist.new_group(members, backend="gloo", **options))
         if backend != "gloo":
-            self.rows = dist.new_group(members, backend=backend, **options)
+            self._rows = weakref.ref(dist.new_group(members, backend=backend, **options))
+
+    def group_for(self, values: Tensor) -> Any:
+        """Return the process group in which values cross."""
+        group = (self._numbers if values.device.type == "cpu" else self._rows)()
+        if group is None:
+            raise RankError("the process group was destroyed, and rows of other ranks with it")
+        return group
 
 
 class Ranks:
@@ -113,7 +126,7 @@ class Ranks:
         self.aside = Channel(self.members, timeout, backend)  # another thread that reads
         self.saving: Channel | None = None  # a thread that saves; see `open_saving`
         self._timeout = timeout
-        self._width = FIRST_FREE
+        self._width = _WIDTH
         self._collections: list[weakref.ref[Any]] = []
 
     # -- collections -------------------------------------------------------------------
@@ -121,7 +134,7 @@ class Ranks:
     def add(self, collection: Any, words: int) -> int:
         """Number a collection's exchange; headers get room for so many words of its own."""
         self._collections.append(weakref.ref(collection))
-        self._width = max(self._width, FIRST_FREE + words)
+        self._width = max(self._width, -(-(FIRST_FREE + words) // _WIDTH) * _WIDTH)
         return len(self._collections) - 1
 
     def _collection(self, number: int) -> Any:
@@ -144,18 +157,18 @@ class Ranks:
         if header.counts:
             counts = torch.tensor(header.counts)
             words[:, first : first + counts.shape[1]] = counts
-        return Headers(self._all_to_all(words, None, None, channel.numbers).view_as(words))
+        return Headers(self._all_to_all(words, None, None, channel).view_as(words))
 
     def exchange(
         self, values: Tensor, sent: list[int], received: list[int], channel: Channel
     ) -> Tensor:
         """Send `sent[r]` items of `values` to each rank `r`; return what came, by rank."""
-        group = channel.numbers if values.device.type == "cpu" else channel.rows
-        return self._all_to_all(values, sent, received, group)
+        return self._all_to_all(values, sent, received, channel)
 
     def _all_to_all(
-        self, values: Tensor, sent: list[int] | None, received: list[int] | None, group: Any
+        self, values: Tensor, sent: list[int] | None, received: list[int] | None, channel: Channel
     ) -> Tensor:
+        group = channel.group_for(values)
         count = len(values) if received is None else sum(received)
         out = values.new_empty(count, *values.shape[1:])
         try:
@@ -175,9 +188,9 @@ class Ranks:
         """Return what each rank says."""
         mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
         lengths = torch.full((self.size,), len(mine), dtype=torch.int64)
-        theirs = self._all_to_all(lengths, None, None, channel.numbers).tolist()
+        theirs = self._all_to_all(lengths, None, None, channel).tolist()
         sent = [len(mine)] * self.size
-        every = self._all_to_all(mine.repeat(self.size), sent, theirs, channel.numbers)
+        every = self._all_to_all(mine.repeat(self.size), sent, theirs, channel)
         return [bytes(x.numpy()).decode().strip() for x in every.split(theirs)]
 
     # -- agreement ---------------------------------------------------------------------
@@ -195,8 +208,13 @@ class Ranks:
             op = Op(key[0])
             if op is Op.SERVE:  # all of them
                 return None
-            collection = self._collection(key[1])
             is_mine = (mine.op, mine.collection, mine.serial)[: len(key)] == key
+            if op is Op.BUILD:
+                texts = self.texts(task if is_mine else "", channel)
+                if is_mine:
+                    return texts
+                continue
+            collection = self._collection(key[1])
             doers = headers.doers(key)
             result = collection.perform(op, headers, doers, task if is_mine else None, channel)
             if is_mine:
@@ -230,6 +248,15 @@ class Ranks:
             f"ranks do different things: {what(0)}, {what(other)}. All {many(self.size, 'rank')} "
             "have to call the same collections, backward() and methods in the same order"
         )
+
+    def compared(self, text: str) -> list[str]:
+        """Return what each rank says; ranks that do something else raise."""
+        for reference in self._collections:
+            collection = reference()
+            if collection is not None:  # its last batch may have had no gradient here
+                collection.settle_grads()
+        texts: list[str] = self.run(Header(Op.BUILD), text)
+        return texts
 
     def serve(self) -> None:
         """Serve other ranks until none has a batch left."""

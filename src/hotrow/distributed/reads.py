@@ -37,8 +37,14 @@ class Reads:
 
     number = 0  # of the collection
 
-    def __init__(self, wire: Wire, reading: Callable[[], AbstractContextManager[object]]) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        reading: Callable[[], AbstractContextManager[object]],
+        settle_grads: Callable[[], None],
+    ) -> None:
         self._wire, self._reading = wire, weakref.WeakMethod(reading)
+        self._settle_grads = weakref.WeakMethod(settle_grads)
 
     def vectors(self, lookups: Sequence[Lookups], *, aside: bool) -> list[Tensor]:
         """Return one vector per bag of each width, as of one finished step."""
@@ -46,27 +52,37 @@ class Reads:
             sort_ids(x.ids.cpu(), group.layout.num_rows)
             for group, x in zip(self._wire.groups, lookups, strict=True)
         ]
-        routes = [g.owners.route(x.ids) for g, x in zip(self._wire.groups, ids, strict=True)]
+        routes = [g.route(x.ids) for g, x in zip(self._wire.groups, ids, strict=True)]
         vectors = self._read(_Wanted(routes, _VECTORS), aside=aside)
         pooled = []
         for group, x, found, route, part in zip(
             self._wire.groups, lookups, ids, routes, vectors, strict=True
         ):
             here = SortedIds(*(y.to(group.device) for y in vars(found).values()))
-            pooled.append(group.pool(group.in_order(route, part), here, x))
+            pooled.append(group.pool(group.vectors_in_order(route, part), here, x))
         return pooled
+
+    def owned_rows(self, place: int, ids: Tensor) -> Tensor:
+        """As `rows`, from the owners alone."""
+        groups, none = self._wire.groups, torch.empty(0, dtype=torch.int64)
+        routes = [x.owners.route(ids if k == place else none) for k, x in enumerate(groups)]
+        rows = self._read(_Wanted(routes, _WHOLE_ROWS), aside=False)[place]
+        return groups[place].rows_in_order(routes[place], rows)[:-1]
 
     def rows(self, place: int, ids: Tensor) -> Tensor:
         """Return rows of one width with their state, in the order of ids, which are given once and
         ascend."""
         none = torch.empty(0, dtype=torch.int64)
-        routes = [group.owners.route(ids if k == place else none) for k, group in
-                  enumerate(self._wire.groups)]  # fmt: skip
+        groups = self._wire.groups
+        routes = [x.route(ids if k == place else none) for k, x in enumerate(groups)]
         rows = self._read(_Wanted(routes, _WHOLE_ROWS), aside=False)[place]
-        return self._wire.groups[place].in_order(routes[place], rows)[:-1]
+        return groups[place].rows_in_order(routes[place], rows)[:-1]
 
     def _read(self, wanted: _Wanted, *, aside: bool) -> list[Tensor]:
         channel = self._wire.ranks.aside if aside else self._wire.ranks.training
+        settle_grads = None if aside else self._settle_grads()
+        if settle_grads is not None:  # the batch before may have had no gradient here
+            settle_grads()
         counts = [
             [route.counts[rank] for route in wanted.routes] for rank in range(self._wire.ranks.size)
         ]

@@ -69,7 +69,7 @@ class SharedPlanning:
     def work(self, group: SharedRows, batch: Batch) -> SharedWork:
         lookups = lookups_of(batch.to("cpu"), self._layout)
         ids = sort_ids(lookups.ids, self._layout.num_rows)
-        return SharedWork(group, lookups, ids, group.owners.route(ids.ids))
+        return SharedWork(group, lookups, ids, group.route(ids.ids))
 
     def part(self, work: Work, batch: Batch, part: Batch, first: int) -> Work:
         raise RuntimeError("batches whose rows several ranks share cannot be trained in parts")
@@ -92,14 +92,17 @@ class SharedRows:
 
     active = True
 
-    def __init__(self, owners: GroupOwners, inner: Any, output_dtype: torch.dtype) -> None:
-        """`inner`: the group of the rows that this rank owns."""
+    def __init__(
+        self, owners: GroupOwners, replicated: Tensor | None, output_dtype: torch.dtype
+    ) -> None:
+        """`replicated`: ids of rows that every rank has, ascending."""
         self.layout, self.owners, self.output_dtype = owners.layout, owners, output_dtype
-        self.use(inner)
+        self.replicated = None if replicated is None or not len(replicated) else replicated
 
-    def use(self, inner: Any) -> None:
-        """Take another group of the same rows, such as one with other state."""
-        self.inner = inner
+    def use(self, inner: Any, replicas: Any = None) -> None:
+        """Take the group of the rows that this rank owns, and of the replicated rows; others may
+        be taken later, such as those with other state."""
+        self.inner, self.replicas = inner, replicas
         self.dim, self.width, self.device = inner.dim, inner.width, inner.device
         self.planning = SharedPlanning(self)
 
@@ -127,10 +130,43 @@ class SharedRows:
     def timed(self, work: Work | None) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def in_order(self, route: Route, vectors: Tensor) -> Tensor:
+    def route(self, ids: Tensor) -> Route:
+        """Return the way of ascending ids to the owners of their rows."""
+        if self.replicated is None:
+            return self.owners.route(ids)
+        at = torch.searchsorted(self.replicated, ids).clamp_(max=len(self.replicated) - 1)
+        is_here = self.replicated[at] == ids
+        others = (~is_here).nonzero().squeeze(1)
+        way = self.owners.route(ids[others])
+        here = is_here.nonzero().squeeze(1)
+        return Route(others[way.order], way.numbers, way.counts, here, at[here])
+
+    def vectors_in_order(self, route: Route, vectors: Tensor) -> Tensor:
         """Return vectors, which came owner by owner, in the order of ids; zeros follow them."""
-        ordered = vectors.new_zeros(len(vectors) + 1, vectors.shape[1])
+        if route.replicas is None:
+            return self._in_order(route, vectors, None)
+        replicas = (
+            self.replicas.read_parts(self.replicas.parts_of(self.reading_of(route.replicas)))
+            if len(route.replicas)
+            else vectors[:0]
+        )
+        return self._in_order(route, vectors, replicas)
+
+    def rows_in_order(self, route: Route, rows: Tensor) -> Tensor:
+        """As `vectors_in_order`, for rows with their state."""
+        if route.replicas is None:
+            return self._in_order(route, rows, None)
+        here = torch.empty(len(route.replicas), self.width)
+        self.replicas.gather(route.replicas, out=here)
+        return self._in_order(route, rows, here.to(rows.device))
+
+    @staticmethod
+    def _in_order(route: Route, vectors: Tensor, replicas: Tensor | None) -> Tensor:
+        count = len(vectors) + (0 if replicas is None else len(replicas))
+        ordered = vectors.new_zeros(count + 1, vectors.shape[1])
         ordered[route.order.to(vectors.device)] = vectors
+        if replicas is not None and route.here is not None:
+            ordered[route.here.to(vectors.device)] = replicas.to(vectors.dtype)
         return ordered
 
     def lookup(self, work: SharedWork, x: Lookups) -> Tensor:

@@ -48,6 +48,13 @@ class Wire:
         pieces = came.split([count for counts in received for count in counts])
         return {place: torch.cat(pieces[k :: len(places)]) for k, place in enumerate(places)}
 
+    def to_all(self, numbers: Tensor, received: Sequence[int]) -> Tensor:
+        """Send ids to every rank; return those of all ranks, in their order."""
+        sent = [len(numbers)] * self.ranks.size
+        values = numbers.to(self._kind).repeat(self.ranks.size)
+        self.count("ids", values, sent)
+        return self.ranks.exchange(values, sent, list(received), self.ranks.training).long()
+
     def count(self, kind: str, values: Tensor, counts: Sequence[int]) -> None:
         """Count the bytes that leave this rank; `counts`: the items for each rank."""
         if len(values):

@@ -71,13 +71,13 @@ def drawn_seed(ranks: Ranks | None = None) -> int:
     """Draw a seed from torch's default generator, as nn.Embedding draws its weights; on several
     ranks the first one's holds."""
     seed = int(torch.randint(2**63 - 1, (), device="cpu"))
-    return seed if ranks is None else int(ranks.texts(str(seed), ranks.training)[0])
+    return seed if ranks is None else int(ranks.compared(str(seed))[0])
 
 
 def check_alike(ranks: Ranks, facts: Mapping[str, object]) -> None:
     """Raise on all ranks if they build different collections."""
     mine = {name: str(value) for name, value in facts.items()}
-    every = [json.loads(text) for text in ranks.texts(json.dumps(mine), ranks.training)]
+    every = [json.loads(text) for text in ranks.compared(json.dumps(mine))]
     for rank, other in enumerate(every):
         for name in mine:
             if other[name] != every[0][name]:

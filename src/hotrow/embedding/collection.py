@@ -55,6 +55,7 @@ from hotrow.store.traffic import Traffic
 from hotrow.support.numbers import plain
 from hotrow.support.streams import lanes_of
 from hotrow.support.threads import RowLock, TrainingThread
+from hotrow.support.units import parse_bytes
 from hotrow.support.version import __version__
 
 _UPDATES = "row_updates"  # in a state dict's metadata: the number of updates so far
@@ -82,6 +83,11 @@ class EmbeddingBagCollection(TorchSurface):
     take the rule of the torch optimizer. With `idle="frozen"` rows that no batch has looked up
     rest where torch would move them (Adam, weight decay).
 
+    Under a process group of several ranks (torch.distributed) each rank owns a share of the rows,
+    and `budget` is that of one rank; `process_group` selects another group than the default one.
+    `replicate="64MiB"` keeps rows on every rank beside the budget, the smallest tables first and
+    then what `profile` counts most: their lookups exchange nothing, and no bit changes.
+
     Per-sample weights are used where a batch has them. With `is_weighted=True` every batch must
     have them; with `is_weighted=False` they are ignored, as TorchRec does.
     """
@@ -108,6 +114,7 @@ class EmbeddingBagCollection(TorchSurface):
         stand_ins: StandIns | None = None,
         expected_rule: RowRule | None = None,
         process_group: Any = None,
+        replicate: str | int = 0,
     ) -> None:
         self._thread = TrainingThread()
         super().__init__()
@@ -122,8 +129,8 @@ class EmbeddingBagCollection(TorchSurface):
         self._is_weighted = is_weighted
         chosen = find_strategy(strategy)
         if self.ranks is not None:
-            _check_ranks(self.ranks, chosen)
-            settings = (self.update, idle, on_nonfinite, output_dtype, is_weighted)
+            _check_ranks(self.ranks, chosen, replicate if update == "step" else None)
+            settings = (self.update, idle, on_nonfinite, output_dtype, is_weighted, replicate)
             facts: dict[str, object] = {"hotrow": __version__, "torch": torch.__version__}
             facts |= {"tables": self.tables, "optimizer": optimizer, "strategy": chosen.name}
             check_alike(self.ranks, {**facts, "seed": self.seed, "settings": settings})
@@ -156,7 +163,7 @@ class EmbeddingBagCollection(TorchSurface):
         self._rows = build_rows(
             self.tables, self.optimizer, chosen, self.device, profile, budget, engine,
             lanes=self.lanes, lock=self.lock, seed=self.seed, output_dtype=output_dtype, fill=fill,
-            ranks=self.ranks,
+            ranks=self.ranks, replicate=parse_bytes(replicate) if replicate else 0,
         )  # fmt: skip
         if self.ranks is not None:
             self._rows.share(self.ranks)
@@ -526,7 +533,12 @@ class EmbeddingCollection(EmbeddingBagCollection):
         super().__init__(unpooled, *args, **kwargs)
 
 
-def _check_ranks(ranks: Ranks, strategy: Strategy) -> None:
+def _check_ranks(ranks: Ranks, strategy: Strategy, replicate: str | int | None) -> None:
+    if replicate:
+        raise ValueError(
+            "replicate= needs update='backward': with update='step' torch sees the norms of rows "
+            "that have one owner each"
+        )
     if strategy.on_host:
         raise ValueError(
             f"strategy {strategy.name!r} trains on one rank so far, and there are {ranks.size}; "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -130,7 +131,11 @@ class RowOptimizer(torch.optim.Optimizer):
             self.counts_apart = self.rule.uses_step
             places = zip(self.names, self.steps, strict=True)
             self._steps = [step + (name in tables) for name, step in places]
-        self._opt_called = True  # what torch's schedulers look for before they move
+        self.expect_step()
+
+    def expect_step(self) -> None:
+        """Let torch's schedulers move: this is what they look for before."""
+        self._opt_called = True
 
     def capture_step(self, tables: tuple[str, ...]) -> None:
         """Note that an update of these tables is being captured; every replay counts it."""
@@ -188,6 +193,23 @@ class RowOptimizer(torch.optim.Optimizer):
         steps = dict(zip(self.names, self.steps, strict=True))
         return {"rule": type(self.rule).__name__, "steps": steps, "param_groups": groups}
 
+    def numbers(self) -> list[dict[str, Any]]:
+        """Return the settings of each table as plain values."""
+        names = self.setting_names
+        return [{name: _plain(group[name]) for name in names} for group in self.param_groups]
+
+    @contextmanager
+    def used(self, numbers: list[dict[str, Any]] | None) -> Iterator[None]:
+        """Inside, use the settings that `numbers` gave on another rank; None: these here."""
+        before = [{name: group[name] for name in self.setting_names} for group in self.param_groups]
+        for group, values in zip(self.param_groups, numbers or before, strict=True):
+            group.update(values)
+        try:
+            yield
+        finally:
+            for group, values in zip(self.param_groups, before, strict=True):
+                group.update(values)
+
     def load_settings_dict(self, settings: dict[str, Any]) -> None:
         """Load settings and steps; the caller also loads the state of rows."""
         named = {group["name"]: group for group in settings["param_groups"]}
@@ -216,6 +238,10 @@ class RowOptimizer(torch.optim.Optimizer):
 
 def _settings_of(rule: RowRule) -> dict[str, Any]:
     return {field.name: getattr(rule, field.name) for field in fields(rule)}
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if isinstance(value, Tensor) else value
 
 
 def _fixed(value: Any) -> Any:

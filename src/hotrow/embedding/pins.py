@@ -23,7 +23,12 @@ class Pins:
     def __init__(self, rows: RowGroups, pipeline: Pipeline) -> None:
         self._rows, self._pipeline = rows, pipeline
 
+    def _refuse_ranks(self, what: str) -> None:
+        if self._rows.exchange is not None:
+            raise RuntimeError(f"{what} works on one rank so far; replicate= keeps rows on all")
+
     def pin_rows(self, rows: Mapping[str, Tensor]) -> HotSet:
+        self._refuse_ranks("pin_rows()")
         self._pipeline.refuse_if_running("pin_rows()")
         if self.is_on_host:
             raise RuntimeError("pin_rows() while the CPU trains: call train_in_slots() before")
@@ -81,6 +86,7 @@ class Pins:
 
     def train_on_host(self) -> int:
         rows = self._rows
+        self._refuse_ranks("train_on_host()")
         self._pipeline.refuse_if_running("train_on_host()")
         if self.is_on_host:
             return 0

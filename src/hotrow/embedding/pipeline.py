@@ -305,6 +305,16 @@ class Pipeline:
         if self._rows.exchange is not None and planned.shared is not None:
             self._rows.exchange.fetch(planned.shared, self._rows.version)
 
+    @property
+    def joins(self) -> bool:
+        """Whether ranks may have different numbers of batches."""
+        return self._rows.exchange is not None and self._rows.exchange.is_joined
+
+    @joins.setter
+    def joins(self, joins: bool) -> None:
+        if self._rows.exchange is not None:
+            self._rows.exchange.join(joins)
+
     def settle_grads(self) -> None:
         """Take part where other ranks exchange gradients of a batch that has none here."""
         if self._rows.exchange is not None:

@@ -36,13 +36,13 @@ class PlanMemory:
         sizes = [batch_size * sum(counts[key] for key in layout.keys) for layout in layouts]
         with self._rows.lock.writing():
             self._rows.make_room(sizes)
-        for group, size in zip(self._rows.groups, sizes, strict=True):
+        for group, size in zip(self._rows.owned_groups, sizes, strict=True):
             group.expected_rows = size
 
     def make_room(self, first: Sequence[Work]) -> None:
         """Let slots give way to the plans of batches like the first, while that is possible."""
         works: list[Any] = [work.moving for work in first]
-        if self._rows.can_resize and len(works) == len(self._rows.groups):
+        if self._rows.can_resize and len(works) == len(self._rows.owned_groups):
             # Where sizes change, larger ones will come, and `Room` rounds them up.
             is_dense = all(work.batch.offsets is None for work in works)
             spare = 0.0 if is_dense else 1 / 3

@@ -166,6 +166,12 @@ class RowAccess:
                 rows = group.gather(ids, out=torch.empty(ids.numel(), group.width))
                 rows[:, columns] = values[chunk if mine is None else chunk[mine]].detach().to(rows)
                 group.scatter(ids, rows)
+                copies = self._rows.replicas_of(table, numbers[chunk])
+                if copies is not None:
+                    group, here, ids = copies
+                    rows = group.gather(ids, out=torch.empty(ids.numel(), group.width))
+                    rows[:, columns] = values[chunk[here]].detach().to(rows)
+                    group.scatter(ids, rows)
             self._rows.lanes.read_here()  # training in another stream waits for these rows
 
     def reading(self) -> AbstractContextManager[None]:
@@ -263,13 +269,17 @@ class RowAccess:
         exchange = self._rows.exchange
         return [text] if exchange is None else exchange.meet(text)
 
+    def check_replacing(self) -> None:
+        """Raise where `replacing` would: several ranks have to know before they begin."""
+        self._pipeline.refuse_if_running("replacing rows")
+
     @contextmanager
     def replacing(self) -> Iterator[None]:
         """Inside, what is written to `stored(table)` replaces rows with their state.
 
-        No `hotrow.ahead` may be running.
+        No `hotrow.ahead` may be running. Several ranks do this together.
         """
-        self._pipeline.refuse_if_running("replacing rows")
+        self.check_replacing()
         if self.being_saved is not None:
             self.being_saved.join()
         with self._rows.lock.writing():
@@ -285,12 +295,16 @@ class RowAccess:
                 for group in self._rows.every_group:
                     group.store.changed = group.store.touched = None
                     group.replaced()
+                self._rows.refresh_replicas()
 
     # -- snapshots ---------------------------------------------------------------------
 
     def why_no_snapshot(self) -> str | None:
         """Return why rows cannot be read as they were while training goes on; None: they can."""
-        reasons = (group.store.why_no_snapshot for group in self._rows.every_group)
+        # Replicas are written back to their owners before.
+        inactive = self._rows.inactive
+        groups = [*self._rows.owned_groups, *([] if inactive is None else inactive.groups)]
+        reasons = (group.store.why_no_snapshot for group in groups)
         return next((reason for reason in reasons if reason is not None), None)
 
     def take_snapshots(self, log_bytes: int, *, only_changed: bool) -> list[Snapshot]:
@@ -299,7 +313,7 @@ class RowAccess:
         Rows that are replaced before they are read go to logs of `log_bytes` in all.
         """
         snapshots = []
-        groups = self._rows.groups
+        groups = self._rows.owned_groups
         bytes_total = sum(group.store.rows.nbytes for group in groups)
         for group in groups:
             store, changed = group.store, group.store.changed

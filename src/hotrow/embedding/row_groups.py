@@ -18,6 +18,7 @@ from torch import Tensor
 from hotrow.distributed.exchange import Exchange
 from hotrow.distributed.owners import GroupOwners, owned_counts
 from hotrow.distributed.ranks import Ranks
+from hotrow.distributed.replicas import choose_replicas, replica_group
 from hotrow.distributed.shared_rows import SharedRows
 from hotrow.embedding.arguments import row_numbers
 from hotrow.embedding.optimizer import RowOptimizer
@@ -27,7 +28,7 @@ from hotrow.engine.profile import Profile, byte_parts
 from hotrow.engine.row_sums import WAITING
 from hotrow.engine.rows import RowGroup, cpu_rows
 from hotrow.engine.stages import SPLIT
-from hotrow.engine.strategy import Strategy
+from hotrow.engine.strategy import STRATEGIES, Strategy
 from hotrow.inputs.batch import Lookups, no_lookups
 from hotrow.inputs.tables import Copied, EmbeddingBagConfig, group_by_width
 from hotrow.kernels.rules import RowRule
@@ -190,6 +191,30 @@ class GroupBuilder:
             rows.allocate_slots()
         return rows
 
+    def choose_replicas(self, total: int, profile: Profile | None) -> list[Tensor]:
+        """Return the ids of the rows of each width that every rank has."""
+        layouts = [owners.layout for owners in self.owners]
+        return choose_replicas(layouts, self._row_bytes, total, profile)
+
+    def build_replicas(
+        self, shared: Sequence[SharedRows], engine: Engine, options: Mapping[str, Any]
+    ) -> list[Group]:
+        """Build the groups of replicated rows, all of which are in fast memory."""
+        return [
+            engine(
+                replica_group(group.layout, group.replicated, options["seed"]),
+                optimizer=self._optimizer,
+                strategy=STRATEGIES["all-fast"],
+                share=None,
+                device=self._device,
+                seed=options["seed"],
+                lock=options["lock"],
+                output_dtype=torch.float32,
+            )
+            for group in shared
+            if group.replicated is not None
+        ]
+
     def _setting_for(self, total: int, group: int, slots: int, instead_of: int) -> str:
         """Return the setting that gives a group so many slots, as a user would write it."""
         wanted = larger_budget(self._divide_bytes, total, group, slots, instead_of)
@@ -208,10 +233,11 @@ def build_rows(
     budget: str | float | Budget | None,
     engine: Engine,
     ranks: Ranks | None = None,
+    replicate: int = 0,
     **options: Any,
 ) -> RowGroups:
     """Build the rows of a collection; `options` are those of `GroupBuilder.build`. With `ranks`,
-    build those that this rank owns."""
+    build those that this rank owns, and replicas of so many bytes."""
     builder = GroupBuilder(tables, optimizer, strategy, device, profile, ranks, options["seed"])
     shared = builder.divide(budget)
     builder.check_free_memory(shared)
@@ -222,11 +248,14 @@ def build_rows(
     rows.num_rows, rows.bytes_total = builder.num_rows, builder.bytes_total
     rows.is_fresh = not any(isinstance(table.start, Copied) for table in tables)
     rows.build_again = partial(
-        build_rows, tables, optimizer, strategy, device, profile, budget, engine, ranks, **options
-    )
+        build_rows, tables, optimizer, strategy, device, profile, budget, engine, ranks, replicate,
+        **options,
+    )  # fmt: skip
     if ranks is not None:
-        pairs = zip(builder.owners, rows.groups, strict=True)
-        rows.lookup_groups = [SharedRows(x, group, options["output_dtype"]) for x, group in pairs]
+        chosen = builder.choose_replicas(replicate, profile)
+        kind = options["output_dtype"]
+        groups = [SharedRows(*x, kind) for x in zip(builder.owners, chosen, strict=True)]
+        rows.share_out(groups, [*rows.groups, *builder.build_replicas(groups, engine, whole)])
         for table in tables:
             if isinstance(table.start, Copied):
                 table.start.held.clear()  # every rank has taken its rows
@@ -299,15 +328,58 @@ class RowGroups:
             shared = self.lookup_groups
             self.activate(others.groups, others.strategy)
             if self.exchange is not None:
-                self.lookup_groups = shared
-                for group, inner in zip(shared, self.groups, strict=True):
-                    group.use(inner)
+                self.share_out(shared, self.groups)
             self.budget_bytes, self.window_bytes = others.budget_bytes, others.window_bytes
             self.bytes_total, self.build_again = others.bytes_total, others.build_again
 
     def activate(self, groups: Sequence[Group], strategy: Strategy) -> None:
         self.groups, self.strategy = groups, strategy
         self.lookup_groups = groups
+
+    def share_out(self, shared: Sequence[SharedRows], groups: Sequence[Group]) -> None:
+        """Look batches up in rows that ranks share; `groups` are this rank's: those that it owns,
+        one for each width, and then those of replicas."""
+        self.groups, self.lookup_groups = groups, shared
+        replicas = iter(groups[len(shared) :])
+        for group, inner in zip(shared, groups, strict=False):
+            group.use(inner, None if group.replicated is None else next(replicas))
+
+    @property
+    def owned_groups(self) -> Sequence[Group]:
+        """The groups of the rows that are planned: on several ranks, without replicas."""
+        return self.groups[: len(self.lookup_groups)]
+
+    def replicas_of(self, table: str, rows: Tensor) -> tuple[Group, Tensor, Tensor] | None:
+        """Return the group of a table's replicated rows, the places of those among `rows`, and
+        their ids in the group; None: none of the table's is replicated."""
+        for shared in self.lookup_groups:
+            names = [x.name for x in shared.layout.tables]
+            if table in names and getattr(shared, "replicas", None) is not None:
+                way = shared.route(rows + shared.layout.bases[names.index(table)])
+                return shared.replicas, way.here, way.replicas
+        return None
+
+    def write_back_replicas(self) -> None:
+        """Bring the owners' copies of replicated rows up to date."""
+        for shared in self.lookup_groups:
+            if getattr(shared, "replicas", None) is not None:
+                replicas = torch.arange(len(shared.replicated))
+                changed = shared.replicas.store.changed
+                if changed is not None:  # the others are as they were when changes began to count
+                    replicas = changed.between(0, len(replicas))
+                owners, numbers = shared.owners.find(shared.replicated[replicas])
+                assert self.exchange is not None
+                mine = owners == self.exchange.ranks.rank
+                rows = torch.empty(int(mine.sum()), shared.width)
+                shared.inner.scatter(numbers[mine], shared.replicas.gather(replicas[mine], rows))
+
+    def refresh_replicas(self) -> None:
+        """Read all replicated rows from their owners, which have got others. All ranks do it."""
+        for place, shared in enumerate(self.lookup_groups):
+            if getattr(shared, "replicas", None) is not None:
+                assert self.exchange is not None
+                rows = self.exchange.reads.owned_rows(place, shared.replicated)
+                shared.replicas.scatter(torch.arange(len(rows)), rows)
 
     def share(self, ranks: Ranks) -> None:
         """Exchange rows with other ranks from now on."""
@@ -345,14 +417,14 @@ class RowGroups:
     @property
     def can_resize(self) -> bool:
         """Whether slots can still become more or fewer: they are not allocated."""
-        if self.budget_bytes and not all(group.plan_room.is_open for group in self.groups):
+        if self.budget_bytes and not all(group.plan_room.is_open for group in self.owned_groups):
             self.budget_bytes = 0
         return bool(self.budget_bytes)
 
     def make_room(self, lookups: Sequence[int]) -> None:
         """Let slots give way to the plans of batches with so many lookups in each group."""
         if self.can_resize:
-            rooms: list[Any] = [group.plan_room for group in self.groups]
+            rooms: list[Any] = [group.plan_room for group in self.owned_groups]
             last = max(stage.cycle for stage in self.strategy.timed_stages)
             sizes = [max(1, count) for count in lookups]
             make_room(rooms, sizes, self.budget_bytes, last_cycle=last, sums_wait=self.sums_wait)
@@ -364,7 +436,7 @@ class RowGroups:
 
     def useful_depth(self) -> int:
         """Return how many batches ahead are worth knowing, within the budget's bytes for ids."""
-        every = [group.planning.depth() for group in self.groups]
+        every = [group.planning.depth() for group in self.owned_groups]
         depths = [depth for depth in every if depth is not None]
         limits = [depth.limit for depth in depths if depth.limit is not None]
         if limits:  # planners of a device, which keep ids themselves and look through all of them
@@ -448,6 +520,9 @@ class RowGroups:
             numbers = row_numbers(table, numbers, self.size_of(table)).cpu()
             group, _, mine = self.ids_of(table, numbers)
             ids[self.groups.index(group)].append(mine)
+            copies = self.replicas_of(table, numbers)
+            if copies is not None:
+                ids[self.groups.index(copies[0])].append(copies[2])
         with self.lock.writing():
             for group, frozen in zip(self.groups, ids, strict=True):
                 group.freeze(None if rows is None else torch.cat(frozen).unique())
@@ -485,6 +560,7 @@ class RowGroups:
     def flush(self) -> None:
         """Bring slow memory up to date with fast memory."""
         with self.lock.writing():
+            self.write_back_replicas()
             for group in self.groups:
                 group.flush()
 

@@ -211,7 +211,7 @@ class PendingStep:
         self.for_step: WaitingGrads | None = None
         self._fuses = False  # the step comes at once, so the end of the pass may update rows
         if rows.exchange is not None:
-            rows.exchange.update_by(self._apply)
+            rows.exchange.update_by(self._apply, rows.optimizer)
         self._stream: torch.cuda.Stream | None = None  # where the newest gradients were made
 
     @property
@@ -227,6 +227,8 @@ class PendingStep:
     def begin_call(self) -> LookupCall:
         """Note a lookup; inside a backward pass it is a recomputation."""
         self._calls += 1
+        if self._rows.exchange is not None:  # a rank without a gradient makes its step later
+            self._optimizer.expect_step()
         self._free_zeroed()
         inside = torch._C._current_graph_task_id()
         if inside != -1:
@@ -348,7 +350,10 @@ class PendingStep:
                 self._apply_all(*self._take())
             return
         by_group, tables = self._take()
-        grads = {place: Grads(*joined_grads(group, x)) for place, group, x in by_group}
+        joined = {place: joined_grads(group, x) for place, group, x in by_group}
+        grads = {
+            place: Grads(ids, self._unscaled(x), work) for place, (ids, x, work) in joined.items()
+        }
         exchange.send_grads(grads, tables)  # calls `_apply` with what came
 
     def _take(self) -> tuple[list[GroupGrads], tuple[str, ...]]:
@@ -408,15 +413,21 @@ class PendingStep:
                         _update(group, *joined_grads(group, row_grads))
             return
         updates = [(group, *joined_grads(group, row_grads)) for _, group, row_grads in by_group]
-        if self.grad_scale is not None:
-            scale = getattr(self.grad_scale, "get_scale", lambda: self.grad_scale)()
-            updates = [(group, ids, grads / scale, work) for group, ids, grads, work in updates]
+        if self._rows.exchange is None:  # else each rank has unscaled its own
+            updates = [(group, ids, self._unscaled(x), work) for group, ids, x, work in updates]
         if self._skip(updates):
             return
         with self.writing(), uninterrupted():
             self._count_step(tables)
             for update in updates:
                 _update(*update)
+
+    def _unscaled(self, grads: Tensor) -> Tensor:
+        if self.grad_scale is None:
+            return grads
+        scale: Any = getattr(self.grad_scale, "get_scale", lambda: self.grad_scale)()
+        unscaled: Tensor = grads / scale
+        return unscaled
 
     @property
     def skips_late(self) -> bool:
@@ -451,7 +462,7 @@ class PendingStep:
     def _tables_in(self, by_group: Sequence[GroupGrads]) -> tuple[str, ...]:
         """Return the tables whose vectors have a gradient: this step is theirs alone."""
         names = self._optimizer.names
-        if len(by_group) == len(self._rows.groups) and all(
+        if len(by_group) == len(self._rows.lookup_groups) and all(
             row_grads.x.used is None and not row_grads.x.parts
             for _, _, waiting in by_group
             for row_grads in waiting

@@ -22,6 +22,8 @@ class Tuning:
 
     # Movers
     most_packed: int = 1 << 16  # rows of a packet, where the budget does not say it
+    packet_bytes: int = 24 << 20  # of a packet of rows that go back in bulk, at the most
+    places_on_host: int = 8  # for such packets: the CPU writes one while others arrive
     # Batches for which leaving rows can be kept before they go back, for each batch in a packet.
     least_certain: int = 3
 

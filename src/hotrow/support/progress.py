@@ -1,14 +1,15 @@
-"""A progress bar on the terminal for long work."""
+"""A progress bar or a line on the terminal for long work."""
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-_SOON = 1.0  # seconds: shorter work gets no bar
+_SOON = 1.0  # seconds: shorter work gets neither
 
 
 @contextmanager
@@ -36,6 +37,23 @@ def bytes_bar(
     finally:
         if bar is not None:
             bar.stop()
+
+
+@contextmanager
+def line_if_long(title: str, *, seconds: float = _SOON) -> Iterator[None]:
+    """Write a line to stderr, if that is a terminal, for work that takes longer than this."""
+
+    def say() -> None:
+        if _is_seen():
+            print(f"{title} ...", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(seconds, say)
+    timer.daemon = True  # a program may end meanwhile
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _is_seen() -> bool:

@@ -36,6 +36,7 @@ from hotrow.engine.tuning import Tuning
 from hotrow.kernels.triton.fill import ALL
 from hotrow.kernels.triton.words import LAST_USE
 from hotrow.store.writer import Writer
+from hotrow.support.streams import Mark
 
 STEPS = 8
 ONE_HOT = CASES["one-hot"]
@@ -212,6 +213,72 @@ def test_rows_of_a_batch_leave_in_several_packets(
     embedding.check()
 
 
+class PassesLate(Mark):
+    """Has passed when it is asked for the fourth time, or waited for: as on a busy device."""
+
+    asked = 0
+
+    def wait(self) -> None:
+        self.asked = 3
+
+    def passed(self) -> bool:
+        self.asked += 1
+        return self.asked > 3
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there a mark is an event")
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize(("packed", "least"), [(3, 0), (40, 0), (7, 1)])
+def test_rows_are_found_wherever_they_are_on_their_way(
+    packed: int, least: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an evaluation, a flush, a batch that was not announced, and a loop after one that was
+    left, while packets are being filled, copied and written."""
+    monkeypatch.setattr("hotrow.support.streams.Lanes.mark", lambda self, name: PassesLate())
+    monkeypatch.setattr("hotrow.engine.gpu.planner._is_done", lambda plan: plan.outcome is not None)
+    tuning = Tuning(least_certain=least, most_packed=packed, sorted_from=1, spare_victims=0)
+    found, batches = [], CASES["two-widths"].batches(12)
+    for embedding in (
+        tight(
+            "two-widths",
+            "adam",
+            "random",
+            roomier=1.3,
+            steps=12,
+            writer=LateWriter(),
+            tuning=tuning,
+        ),
+        build(CASES["two-widths"], "adam", **by_gpu()),
+    ):
+        for group in embedding.groups:
+            group.mover._waits = waits
+        losses = []
+
+        def step(batch: Any, embedding: Any = embedding, losses: Any = losses) -> None:
+            loss = readout(embedding(batch))
+            loss.backward()
+            losses.append(loss.detach())
+
+        stream = hotrow.ahead(batches[:9], embedding, depth=5)
+        for number, batch in enumerate(stream):
+            step(batch)
+            if number % 3 == 1:
+                with torch.no_grad():
+                    losses.append(readout(embedding(batches[number * 5 % 12])))
+            if number == 4:
+                embedding.row_access.flush()
+            if number == 6:
+                break
+        stream.close()
+        step(batches[10])
+        for batch in hotrow.ahead(batches[3:], embedding, depth=3):
+            step(batch)
+        embedding.check()
+        found.append(outcome(embedding, losses))
+    assert found[0].same_bits(found[1])
+
+
 def test_a_batch_that_did_not_wait_would_read_old_bits() -> None:
     """Or this file could not tell right from wrong."""
     embedding = tight("one-hot", "adam", "random", writer=LateWriter())
@@ -275,7 +342,7 @@ def test_memory_is_given_back_after_a_trainer() -> None:
     del trainer
     (group,) = embedding.groups
     back = group.mover.back
-    assert any(load.job for load in back._loads)
+    assert any(load.there is not None for load in back._loads)
     gone = [weakref.ref(each) for each in (embedding, group, group.store, back, back._writer)]
     rows = weakref.ref(group.store.rows)
     del embedding, group, back

@@ -31,12 +31,22 @@ from builders import (
     train,
     variant,
 )
-from contracts import DEVICE, ENGINES, GpuEngine, assert_like, by_gpu, on_device
-from hotrow.engine.gpu import scratchpad
+from contracts import (
+    DEVICE,
+    ENGINES,
+    GpuEngine,
+    assert_like,
+    by_gpu,
+    looking_ahead,
+    on_device,
+)
+from hotrow.engine.gpu import planner, scratchpad
+from hotrow.engine.gpu.planner import DevicePlanner
 from hotrow.engine.gpu.planning import DevicePlanning
 from hotrow.engine.rules import PINNED
 from hotrow.engine.stages import FUSED
 from hotrow.engine.tuning import Tuning
+from hotrow.kernels.triton import words
 
 STEPS = 6
 ONE_HOT, TWO_WIDTHS = CASES["one-hot"], CASES["two-widths"]
@@ -315,9 +325,9 @@ def test_what_is_launched_to_be_compiled_changes_nothing(
 ) -> None:
     rehearsed, rehearse = [], DevicePlanning.rehearse
 
-    def noted(self: DevicePlanning, mover: Any, announce: Any) -> None:
+    def noted(self: DevicePlanning, mover: Any, *launches: Any) -> None:
         rehearsed.append(mover)
-        rehearse(self, mover, announce)
+        rehearse(self, mover, *launches)
         self.check()
 
     found = []
@@ -332,3 +342,89 @@ def test_what_is_launched_to_be_compiled_changes_nothing(
         assert len(rehearsed) == len(embedding.groups)
     assert found[0][0].same_bits(found[1][0])
     assert found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize("victims", ["own", "random"])
+def test_no_plan_fails_by_it_after_batches_that_were_not_announced(
+    victims: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were planned, so there are rows in slots, uses that are kept, and a ranking."""
+    tables = [hotrow.EmbeddingBagConfig("t", 1500, 4, ["f"])]
+    generator = torch.Generator().manual_seed(1)
+    batches = [(torch.rand(24, 1, generator=generator) ** 3 * 1500).long() for _ in range(40)]
+    batches = on_device(batches)
+    budget = hotrow.Budget((hotrow.Share(360, 64, False),), window_bytes=1 << 16)
+    found, failed, resume = [], list[int](), DevicePlanner.resume
+
+    def noted(self: DevicePlanner, *given: Any, **options: Any) -> bool:
+        failed.append(self.number)
+        return resume(self, *given, **options)
+
+    monkeypatch.setattr(DevicePlanner, "resume", noted)
+    for rehearses_on in (DEVICE.type, "no device"):
+        monkeypatch.setattr(DevicePlanning, "rehearses_on", (rehearses_on,))
+        embedding = hotrow.EmbeddingBagCollection(
+            tables, hotrow.Adagrad(), strategy=looking_ahead(victims), seed=3, budget=budget,
+            **by_gpu(tuning=Tuning(spare_victims=0)),
+        )  # fmt: skip
+        torch.manual_seed(0)
+        losses = []
+        for batch in itertools.chain(batches[:5], hotrow.ahead(batches[5:], embedding, depth=7)):
+            loss = readout(embedding(batch))
+            loss.backward()
+            losses.append(loss.detach())
+        assert not failed
+        found.append(outcome(embedding, losses))
+        assert embedding.traffic().evicted_rows > len(batches)
+    assert found[0].same_bits(found[1])
+
+
+@pytest.mark.parametrize("slots", [52, 56])
+def test_rankings_are_made_before_a_plan_finds_too_few_slots(
+    slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches in flight hold most slots, and what became of a plan is known two batches later."""
+    monkeypatch.setattr(planner, "_is_done", lambda plan: plan.outcome is not None)
+    failed, resume = list[int](), DevicePlanner.resume
+
+    def noted(self: DevicePlanner, *given: Any, **options: Any) -> bool:
+        failed.append(self.number)
+        return resume(self, *given, **options)
+
+    monkeypatch.setattr(DevicePlanner, "resume", noted)
+    generator = torch.Generator().manual_seed(1)
+    batches = [(torch.rand(24, 1, generator=generator) ** 3 * 1500).long() for _ in range(30)]
+    embedding = hotrow.EmbeddingBagCollection(
+        [hotrow.EmbeddingBagConfig("t", 1500, 4, ["f"])],
+        hotrow.SGD(),
+        strategy=looking_ahead("own"),
+        budget=hotrow.Budget((hotrow.Share(slots, 64, False),), window_bytes=1 << 16),
+        **by_gpu(tuning=Tuning(spare_victims=0)),
+    )
+    for batch in hotrow.ahead(on_device(batches), embedding, depth=7):
+        readout(embedding(batch)).backward()
+    assert embedding.traffic().evicted_rows > len(batches)
+    assert len(failed) <= 1
+
+
+def test_a_read_of_plans_in_flight_forgets_no_victim_that_was_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The direct path asks for the newest plan first."""
+    monkeypatch.setattr(planner, "_is_done", lambda plan: plan.outcome is not None)
+    generator = torch.Generator().manual_seed(1)
+    batches = [(torch.rand(24, 1, generator=generator) ** 3 * 1500).long() for _ in range(15)]
+    embedding = hotrow.EmbeddingBagCollection(
+        [hotrow.EmbeddingBagConfig("t", 1500, 4, ["f"])],
+        hotrow.SGD(),
+        strategy=looking_ahead("own"),
+        budget=hotrow.Budget((hotrow.Share(300, 64, False),), window_bytes=1 << 16),
+        **by_gpu(tuning=Tuning(spare_victims=0)),
+    )
+    for batch in hotrow.ahead(on_device(batches), embedding, depth=7):
+        readout(embedding(batch)).backward()
+        with torch.no_grad():
+            embedding(batch.clone())
+        plans = embedding.groups[0].planner
+        left = plans.state[words.END] - plans.state[words.HEAD]
+        assert plans._queue_left == int(left)

@@ -103,6 +103,12 @@ def test_the_order_of_stages_in_a_cycle_does_not_matter(name: str) -> None:
     assert found.same_bits(all_fast())
 
 
+def test_marks_of_batches_that_are_too_large_for_a_packet_do_not_pile_up() -> None:
+    embedding = tight("scratchpipe", steps=10, tuning=Tuning(most_packed=1))
+    train(embedding, ONE_HOT.batches(10), depth=4)
+    assert 0 < len(embedding.groups[0].mover.staged._changed) < 5
+
+
 @each_name
 def test_a_batch_that_moves_more_than_a_packet_holds_moves_at_once(name: str) -> None:
     late, moved_at_once = Late(), list[int]()

@@ -37,7 +37,6 @@ from hotrow.support.clock import named
 from hotrow.support.streams import Lanes, Mark
 
 PACKETS = 2  # one that is filled, one on its way
-_LOADS = 8
 _FULL = 3 / 4  # of a packet: it is sent, and not kept for the next batch
 
 
@@ -80,17 +79,18 @@ class WriteBack:
         most: int,
         lanes: Lanes,
         least_certain: int = 0,
+        places: int = 8,
         writer: Writer | None = None,
     ) -> None:
         """`least_certain`: batches for which it must be certain that no row is read, for each batch
-        that fills a packet. Rows that may be read sooner would often be waited for. `writer`:
-        threads of its own."""
+        that fills a packet. Rows that may be read sooner would often be waited for. `places`: for
+        packets on the host. `writer`: threads of its own."""
         self._least_certain = least_certain
         self._store, self._slots, self.most, self._lanes = store, slots, most, lanes
         width, device = slots.shape[1], slots.device
         self._packets = [Packet(n, most, width, device) for n in range(PACKETS)]
         pinned = device.type == "cuda"
-        self._loads = deque(Load(most, width, pinned=pinned) for _ in range(_LOADS))
+        self._loads = deque(Load(most, width, pinned=pinned) for _ in range(places))
         self._packet = self._packets[0]
         self._sent: deque[Load] = deque()  # loads whose rows are still on their way
         self._writer = writer or shared_writer()
@@ -222,7 +222,9 @@ class WriteBack:
         """The rows of a load are in their places when this returns, and of all before it."""
         while load.filled:
             self._write(self._sent.popleft())
-        self._writer.wait(load.job)
+        if load.job:
+            self._writer.wait(load.job)
+            load.job = 0  # each batch asks for every load: the writer is asked once
 
     def _write(self, load: Load) -> None:
         """Have the rows of a load put in their places, when they have come."""

@@ -28,7 +28,6 @@ from hotrow.support.messages import warn
 from hotrow.support.progress import bytes_bar
 from hotrow.support.streams import synchronize
 
-_MOST_PACKET_BYTES = 24 << 20
 _WRITTEN_PART = 1 / 16  # of the slots' bytes, at most, for a bit per row of the tables
 
 
@@ -99,7 +98,7 @@ class HostStore:
             share = share.with_room(bits, row_bytes)
         if form == "bulk" and by_bytes:
             # Batches with more leaving rows fill several packets.
-            packet_rows = min(share.packet_rows, max(1, _MOST_PACKET_BYTES // row_bytes))
+            packet_rows = min(share.packet_rows, max(1, settings.tuning.packet_bytes // row_bytes))
             share = replace(share, packet_rows=packet_rows).with_packets(PACKETS, row_bytes)
         return strategy, 0, share
 

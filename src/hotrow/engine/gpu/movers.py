@@ -124,6 +124,7 @@ class ZeroCopy(DeviceNoMoves):
         self._start_moves(buffers)
         none = torch.full((16,), -1, device=memory.slots.device)
         rows = torch.zeros(len(none), self._width, device=none.device)
+        memory.pad.map.lookup(none[:0].new_zeros(1).to(memory.pad.id_type))  # of the direct path
         memory.read_slots(none, rows)
         memory.write_slots(none, rows)
         memory.read_store(none, rows)
@@ -186,8 +187,10 @@ class Bulk(ZeroCopy):
         """Move as many rows at once as a packet holds, each part as the CPU has time."""
         b, back, count = plan.buffers, self.back, plan.num_moves
         self._note_leaving(plan)
-        for first in range(0, count, back.most):
-            span = Span(first, min(first + back.most, count))
+        # Of one size: a small last part would wait for the next batch, in a packet of its own.
+        most = -(-count // -(-count // back.most))
+        for first in range(0, count, most):
+            span = Span(first, min(first + most, count))
             size = span.end - first
             if not self._may_keep(size):
                 self._launch_fill(b, b.leaving, level.fill_blocks, span)
@@ -195,8 +198,8 @@ class Bulk(ZeroCopy):
             packet = back.take(size, plan.certain)
             unwritten = self._memory.host.unwritten
             back.pack(packet, b.move_slots, b.leaving, moves_in(b), unwritten, span)
+            back.is_packed()  # so that the copy engine works beside the reads
             self._launch_fill(b, None, level.read_blocks, span)
-            back.is_packed()
         self._start_moves(b)
 
     def rehearse(self, buffers: PlanBuffers) -> None:

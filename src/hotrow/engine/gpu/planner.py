@@ -114,10 +114,9 @@ class DevicePlanner(PlannerRules):
         self._most_taken = 0  # places of the queue that one plan has passed, lately
         self._rankings = 0
         self._sorts = 0  # most rows that leave in the order of ids; 0: they are not sorted
-        self._read_head = (
-            0,
-            0,
-        )  # the ranking of the newest plan that was read, and how far it came
+        # The ranking of the newest plan that was read, how far that plan came, and how long the
+        # queue was.
+        self._read_head, self._read_end = (0, 0), int(NEVER)
         # Which use is kept in `next_use`. The last one need not be found anew for each ranking, and
         # is enough while there are slots that no known batch uses.
         self._known_use = words.FIRST_USE if eviction.looks_ahead else words.NOTHING
@@ -295,7 +294,8 @@ class DevicePlanner(PlannerRules):
                     self.pad.num_rows, self._known_use,
                 )  # fmt: skip
             if self._tracks_slots:
-                self._launch_ranking(announced=True)
+                if self.eviction.name != "random":  # of torch's kernels, and a draw changes seeds
+                    self._launch_ranking(announced=True)
                 ranking.hold(
                     row[0], 1, self.last_use, self.state, self.pad.map, self.pad.num_rows
                 )  # fmt: skip
@@ -303,10 +303,13 @@ class DevicePlanner(PlannerRules):
             announce(row, counts, self.state, marks)
             enter_window(row[0], counts[0], row, counts, self.state)
             leave_window(self.plan_ids, counts[0], row, counts, self.fresh_counts, self.state)
+            row.fill_(self.pad.num_rows)  # `hold` must find no row of the batch
         self._known_use, self._sorts = before, 0
         self.state.copy_(state)
-        self.next_use.fill_(NEVER)
-        row.fill_(self.pad.num_rows)
+        # Batches that were not announced may have been planned before: what is known of uses was
+        # overwritten, and so was the queue.
+        self._is_kept = False
+        self._drop_ranking()
         if self.pad.map.hashed:
             self.pad.map.rebuild()
 
@@ -418,19 +421,24 @@ class DevicePlanner(PlannerRules):
         missing = counts[words.MISSING]
         self.largest_batch = max(self.largest_batch, plan.num_unique)
         self.note_missing(missing)
-        ranking, head = self._read_head
-        head = head if ranking == plan.ranking else 0
-        self._read_head = plan.ranking, state[words.HEAD]
-        # Also where a newer ranking was made: if each plan makes one, nothing else is learned.
-        self._most_taken = max(state[words.HEAD] - head, int(0.9 * self._most_taken))
-        if plan.ranking == self._rankings:
-            left = state[words.END] - state[words.HEAD]
-            self._queue_left = left
-            if self._is_fresh and left < _LEAST_RANKED * missing:
-                self._may_keep_last = False
-            self._is_fresh = False
+        self._note_head(plan, state[words.HEAD], state[words.END], missing)
         if plan.rebuild == self._rebuilds:
             self._tombstones = state[words.TOMBSTONES]
+
+    def _note_head(self, plan: DevicePlan, head: int, end: int, missing: int) -> None:
+        """Learn how far a plan came in the queue, which ended there."""
+        ranking, before = self._read_head
+        if plan.ranking < ranking or (plan.ranking == ranking and head < before):
+            return  # the direct path reads plans in flight, the newest first
+        before = before if ranking == plan.ranking else 0
+        self._read_head, self._read_end = (plan.ranking, head), end
+        # Also where a newer ranking was made: if each plan makes one, nothing else is learned.
+        self._most_taken = max(head - before, int(0.9 * self._most_taken))
+        if plan.ranking == self._rankings:
+            self._queue_left = end - head
+            if self._is_fresh and end - head < _LEAST_RANKED * missing:
+                self._may_keep_last = False
+            self._is_fresh = False
 
     def resume(
         self,
@@ -518,7 +526,9 @@ class DevicePlanner(PlannerRules):
         else:
             key = ("rank", announced, self.generation, self._known_use)
             self.recorder.run(key, lambda: self._launch_ranking(announced=announced))
-        self._queue_left = self.queue.numel()
+        # Few slots may leave where batches in flight hold most: as many as in the last ranking,
+        # until a plan of this one is read.
+        self._queue_left = min(self.queue.numel(), self._read_end)
         self._rankings += 1
         self._is_fresh = True
 

@@ -35,6 +35,7 @@ from hotrow.kernels.triton import words
 from hotrow.kernels.triton.plan import plan_everything
 from hotrow.kernels.triton.traffic import count_traffic
 from hotrow.kernels.triton.window import announce, globalise
+from hotrow.support.progress import line_if_long
 from hotrow.support.streams import Mark
 
 _SPARE_UNIQUES = 1.25  # times as many different rows as the first batch has
@@ -145,15 +146,19 @@ class DevicePlanning:
 
         if values.device.type in self.rehearses_on and not self._is_rehearsed:
             self._is_rehearsed = True
-            self.rehearse(work.group.mover, announce_there)
+            with line_if_long("compiling kernels"):
+                self.rehearse(work.group.mover, announce_there, write_ids)
         key = (values.data_ptr(), values.dtype, values.shape, values.stride(), spans is None)
         self.planner.expect(expected, write_ids, key, announce_there)
 
-    def rehearse(self, mover: NoMoves, announce: Any) -> None:
+    def rehearse(self, mover: NoMoves, announce: Any, write_ids: Any) -> None:
         """Compile what plans and moves may launch, so that no later step waits for it."""
-        lookups, lanes = self.planner.capacity, self._lanes
+        planner, lanes = self.planner, self._lanes
+        lookups, row = planner.capacity, planner.depth
         buffers = self._buffers.take(lookups, self.inputs.uniques(lookups), None)
-        self.planner.rehearse(buffers, announce)
+        planner.rehearse(buffers, announce)
+        # A batch that is not announced has a row of its own, whose address may be any.
+        write_ids(planner.window_ids[row], planner.window_counts[row])
         lanes.after("rows", lanes.mark("plan"))
         with lanes.on("rows"):
             mover.rehearse(buffers)
@@ -395,7 +400,7 @@ class DeviceAllRowsPlanning(DevicePlanning):
     def depth(self) -> Depth | None:
         return None
 
-    def rehearse(self, mover: NoMoves, announce: Any) -> None:
+    def rehearse(self, mover: NoMoves, announce: Any, write_ids: Any) -> None:
         """Compile nothing: the first steps launch all there is."""
 
     def confirm(self, work: DeviceWork) -> Outcome:

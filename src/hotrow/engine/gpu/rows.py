@@ -162,7 +162,8 @@ class Builder:
         if host.fill_choice.form == "bulk":
             back = WriteBack(
                 host.store, memory.slots, most=most, lanes=lanes,
-                least_certain=settings.tuning.least_certain, writer=settings.writer,
+                least_certain=settings.tuning.least_certain,
+                places=settings.tuning.places_on_host, writer=settings.writer,
             )  # fmt: skip
             return Bulk(*parts, back=back, waits=settings.fill == "bulk")
         if host.fill_choice.form == "staged":

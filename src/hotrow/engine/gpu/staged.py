@@ -143,7 +143,8 @@ class Staged:
 
     def changed(self, mark: Mark) -> None:
         """The device has written to the store by itself: what is gathered from now on waits."""
-        self._changed.append(mark)
+        # No batch is gathered where each is too large for a packet: marks must not pile up.
+        self._changed = [*(each for each in self._changed if not each.passed()), mark]
 
     def depart(self, packet: Packet) -> None:
         """Leaving rows, packed, to the host."""

@@ -1,0 +1,91 @@
+"""Ranks with different numbers of batches: those that are done go on serving their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import Thread
+from typing import Any
+
+from torch import nn
+
+from hotrow.distributed.ranks import Ranks
+from hotrow.embedding.collection import EmbeddingBagCollection
+from hotrow.embedding.in_models import collections_in
+
+
+@contextmanager
+def join(model: nn.Module) -> Iterator[None]:
+    """Inside, every rank may train another number of batches, none included; all are trained.
+
+    A rank whose loop has ended waits at the end of the block. Until all loops have ended it sends
+    its rows to the others and updates them, with the settings of the ranks that train. What of the
+    model is wrapped in `DistributedDataParallel` is joined by torch's own `Join`, with its rules:
+    gradients are divided by the number of all ranks. With one rank nothing changes.
+
+        with hotrow.join(model):
+            for batch in hotrow.ahead(loader, model):
+                ...
+    """
+    shared = [c for c in collections_in(model).values() if c.ranks is not None]
+    for collection in shared:
+        if collection.update == "step":
+            raise ValueError(
+                "hotrow.join() needs update='backward': with update='step' rows wait for an "
+                "optimizer's step, which a rank without batches does not make. Give all ranks "
+                "equally many batches"
+            )
+    if not shared:
+        yield
+        return
+    for collection in shared:
+        collection.pipeline.joins = True
+    try:
+        with _joined_by_torch(model) as is_wrapped:
+            yield
+            # torch serves its own part in this thread, when the block inside ends.
+            server = _Server(shared)
+            if is_wrapped:
+                server.start()
+        if is_wrapped:
+            server.join()
+        else:
+            server.run()
+        if server.error is not None:
+            raise server.error
+    finally:
+        for collection in shared:
+            collection.pipeline.joins = False
+
+
+@contextmanager
+def _joined_by_torch(model: nn.Module) -> Iterator[bool]:
+    """Join the parts of a model that are wrapped in DistributedDataParallel; give whether there
+    are any."""
+    # Here: these imports take a while, and few programs have several ranks.
+    from torch.distributed.algorithms.join import Join
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrapped: list[Any] = [x for x in model.modules() if isinstance(x, DistributedDataParallel)]
+    joined: AbstractContextManager[Any] = Join(wrapped) if wrapped else nullcontext()
+    with joined:
+        yield bool(wrapped)
+
+
+class _Server(Thread):
+    """Serves other ranks until none has a batch left."""
+
+    def __init__(self, collections: list[EmbeddingBagCollection]) -> None:
+        super().__init__(name="hotrow-join", daemon=True)
+        self._pipelines = [collection.pipeline for collection in collections]
+        self._ranks: set[Ranks] = {c.ranks for c in collections if c.ranks is not None}
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            for pipeline in self._pipelines:
+                pipeline.settle_grads()
+            for ranks in self._ranks:
+                ranks.serve()
+        except BaseException as error:  # raised in the thread that waits
+            self.error = error

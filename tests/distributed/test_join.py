@@ -1,0 +1,259 @@
+"""Ranks with different numbers of batches, and ranks that fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hotrow
+from rank_processes import KILLED, Failed, run, started
+
+SIZES, DIMS = (3000, 200, 5), (8, 8, 4)
+
+
+def collection(strategy: str, **options: Any) -> hotrow.EmbeddingBagCollection:
+    tables = [
+        hotrow.EmbeddingBagConfig(f"t{k}", rows, dim, [f"f{k}"])
+        for k, (rows, dim) in enumerate(zip(SIZES, DIMS, strict=True))
+    ]
+    budget = None if strategy == "all-fast" else "25%"
+    rule = options.pop("optimizer", hotrow.Adagrad(lr=0.1))
+    return hotrow.EmbeddingBagCollection(tables, rule, budget, strategy=strategy, seed=3, **options)
+
+
+def batches(rank: int, count: int, size: int = 8) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    columns = [torch.randint(rows, (count, size), generator=generator) for rows in SIZES]
+    return list(torch.stack(columns, 2) // 3)
+
+
+class Model(nn.Module):
+    def __init__(self, embedding: hotrow.EmbeddingBagCollection) -> None:
+        super().__init__()
+        self.embedding, self.norm = embedding, nn.BatchNorm1d(sum(DIMS))
+        self.linear = nn.Linear(sum(DIMS), 1)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.linear(self.norm(self.embedding(batch).values()))
+
+
+def rows_of(embedding: hotrow.EmbeddingBagCollection) -> Tensor:
+    embedding.check()
+    tables = [torch.cat([rows for _, rows in embedding.rows(x.name)]) for x in embedding.tables]
+    return torch.cat([table.flatten() for table in tables])
+
+
+# -- hotrow.join ---------------------------------------------------------------------------
+
+
+def train_rows(embedding: hotrow.EmbeddingBagCollection, batch: Tensor) -> None:
+    """A step without a dense part; an empty batch has no gradient."""
+    vectors = embedding(batch).values()
+    if len(batch):
+        (vectors - 0.3).square().sum().backward()
+
+
+def joined(rank: int, world: int, counts: Sequence[int]) -> list[bool]:
+    """Return for each way of training whether rows are those of training with empty batches."""
+    mine = batches(rank, counts[rank])
+    empty = [mine[0][:0] if mine else torch.empty(0, 3, dtype=torch.int64)]
+    padded = mine + empty * (max(counts) - len(mine))
+    embedding = collection("all-fast")
+    schedule = torch.optim.lr_scheduler.StepLR(embedding.optimizer, 2, 0.5)
+    for batch in padded:
+        train_rows(embedding, batch)
+        schedule.step()
+    expected, equal = rows_of(embedding), []
+    for strategy in ("all-fast", "lookahead", "lru", "static", "uncached", "scratchpipe"):
+        for is_ahead in (True, False):
+            embedding = collection(strategy)
+            schedule = torch.optim.lr_scheduler.StepLR(embedding.optimizer, 2, 0.5)
+            trained = 0
+            with hotrow.join(embedding):
+                source: Any = hotrow.ahead(mine, embedding) if is_ahead else mine
+                for batch in source:
+                    train_rows(embedding, batch)
+                    schedule.step()  # ranks that serve follow the rate of the others
+                    trained += 1
+            assert trained == len(mine)
+            equal.append(torch.equal(rows_of(embedding), expected))
+            # Afterwards all ranks train together again.
+            train_rows(embedding, padded[0])
+            rows_of(embedding)
+    return equal
+
+
+@pytest.mark.parametrize("counts", [(12, 5), (3, 9), (0, 6), (7, 7, 2, 0)], ids=str)
+def test_ranks_without_batches_serve_the_others(counts: tuple[int, ...]) -> None:
+    for equal in run(len(counts), joined, counts):
+        assert all(equal), equal
+
+
+def joined_with_ddp(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
+    found = []
+    for strategy in ("all-fast", "lookahead", "scratchpipe"):
+        torch.manual_seed(0)
+        model = Model(collection(strategy))
+        wrapped = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD([*model.norm.parameters(), *model.linear.parameters()], lr=0.1)
+        with hotrow.join(wrapped):
+            for batch in hotrow.ahead(batches(rank, 9 - 4 * rank), wrapped):
+                wrapped(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append((rows_of(model.embedding), model.linear.weight.detach().clone()))
+    return found
+
+
+def test_the_dense_part_is_joined_by_torch() -> None:
+    for found in run(2, joined_with_ddp):
+        rows, weights = found[0]
+        for other_rows, other_weights in found[1:]:
+            assert torch.equal(rows, other_rows)
+            assert torch.equal(weights, other_weights)
+
+
+def refused_join(rank: int, world: int) -> None:
+    embedding = collection("all-fast", update="step", optimizer=None)
+    with hotrow.join(embedding):
+        pass
+
+
+def test_rows_that_wait_for_an_optimizer_cannot_be_joined() -> None:
+    for failed in run(2, refused_join, expect_errors=True):
+        assert "update='backward'" in failed.message
+
+
+def ends_early(rank: int, world: int) -> list[str]:
+    errors = []
+    for strategy in ("all-fast", "lookahead"):
+        embedding, trained = collection(strategy), 0
+        try:
+            for batch in hotrow.ahead(batches(rank, 9 - 4 * rank), embedding):
+                train_rows(embedding, batch)
+                trained += 1
+        except RuntimeError as error:
+            errors.append(str(error))
+        assert trained == 5  # all that both ranks have
+    return errors
+
+
+def test_a_rank_that_ends_before_the_others_is_an_error_on_all() -> None:
+    for errors in run(2, ends_early):
+        assert len(errors) == 2
+        for error in errors:
+            assert "rank 1 of 2 ran out of batches" in error
+            assert "hotrow.join(model)" in error
+
+
+# -- ranks that fail -----------------------------------------------------------------------
+
+
+def failing_loader(rank: int, world: int) -> tuple[int, str]:
+    def loader() -> Iterator[Tensor]:
+        for number, batch in enumerate(batches(rank, 9)):
+            if rank == 1 and number == 6:
+                raise OSError("the disk is gone")
+            yield batch
+
+    embedding, trained = collection("lookahead"), 0
+    try:
+        for batch in hotrow.ahead(loader(), embedding):
+            train_rows(embedding, batch)
+            trained += 1
+    except (OSError, RuntimeError) as error:
+        return trained, str(error)
+    return trained, "no error"
+
+
+def test_an_error_of_one_loader_is_raised_on_all_ranks() -> None:
+    (trained, other), (mine, error) = run(2, failing_loader)
+    assert trained == mine == 6  # the batches before it are trained
+    assert (other, error) == ("rank 1: the disk is gone", "the disk is gone")
+
+
+def train_until(rank: int, world: int, what: str) -> None:
+    embedding = collection("lookahead")
+    for number, batch in enumerate(hotrow.ahead(batches(rank, 4000), embedding)):
+        vectors = embedding(batch).values()
+        if rank == 1 and number == 5:
+            if what == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if what == "interrupt":
+                os.kill(os.getpid(), signal.SIGINT)
+            raise ValueError("a bug in the model")
+        vectors.sum().backward()
+
+
+@pytest.mark.parametrize("what", ["raise", "kill", "interrupt"])
+def test_a_rank_that_ends_is_an_error_on_the_others(what: str) -> None:
+    begun = time.monotonic()
+    first, second = run(2, train_until, what, expect_errors=True, alone=True, timeout=50)
+    assert time.monotonic() - begun < 40, "they end long before the timeout of 60 s"
+    assert first.kind == "RankError"
+    assert "lost the others" in first.message
+    kinds = {"raise": "ValueError", "interrupt": "KeyboardInterrupt"}
+    assert second == KILLED if what == "kill" else second.kind == kinds[what]
+
+
+def train_for_long(rank: int, world: int) -> None:
+    embedding = collection("scratchpipe")
+    for batch in hotrow.ahead(batches(rank, 100_000), embedding):
+        embedding(batch).values().sum().backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(7))
+def test_a_rank_can_be_killed_at_any_moment(number: int) -> None:
+    with started(2, train_for_long, alone=True, timeout=50) as running:
+        time.sleep(0.3 + 0.37 * number)
+        os.kill(running.pids[number % 2], signal.SIGKILL)
+        results = running.results(expect_errors=True)
+    other = results[1 - number % 2]
+    assert results[number % 2] == KILLED
+    assert isinstance(other, Failed)
+    assert other.kind == "RankError"
+
+
+def different_things(rank: int, world: int) -> None:
+    embedding = collection("all-fast")
+    batch = batches(rank, 1)[0]
+    embedding(batch).values().sum().backward()
+    if rank == 0:
+        with embedding.accumulate():
+            pass
+    else:
+        embedding(batch + 1)
+
+
+def test_ranks_that_do_different_things_are_an_error() -> None:
+    for failed in run(2, different_things, expect_errors=True, alone=True, timeout=30):
+        assert failed.kind == "RankError"
+        assert "rank 0 ends a backward pass" in failed.message
+        assert "rank 1 brings its next batch" in failed.message
+
+
+def several_models(rank: int, world: int) -> bool:
+    """Several collections in one model, and several models in turns."""
+    first, second = nn.Module(), collection("lookahead")
+    first.one, first.two = collection("lru"), collection("all-fast")
+    mine = batches(rank, 6)
+    for batch in mine:
+        (first.one(batch).values() * first.two(batch).values()).sum().backward()
+    for batch in hotrow.ahead(mine, second):
+        train_rows(second, batch)
+    for batch in hotrow.ahead(mine, first):
+        (first.one(batch).values() * first.two(batch).values()).sum().backward()
+    return torch.equal(rows_of(first.one), rows_of(first.two))
+
+
+def test_several_collections_share_the_ranks() -> None:
+    assert all(run(2, several_models))
