@@ -96,6 +96,11 @@ class RankLoop:
     def load(self, folder: Path) -> Loaded:
         return hotrow.load_checkpoint(folder, self.model, **self.parts)
 
+    @property
+    def has_replicas(self) -> bool:
+        """Whether some rows are on every rank."""
+        return len(self.embedding.groups) > len({table.embedding_dim for table in TABLES})
+
     def rows(self) -> dict[str, Tensor]:
         """All rows of all ranks with their state, on every rank."""
         tables = [table.name for table in TABLES]

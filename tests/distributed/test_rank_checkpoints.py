@@ -100,6 +100,7 @@ def saved_in_steps(
     """A whole checkpoint, and two that hold what has changed since, the last as a model, too."""
     with small_files():
         loop, kept, written = RankLoop(rank, world, replicate=replicate), [], []
+        assert loop.has_replicas == (replicate is not None)
 
         def after(step: int) -> None:
             options = {"full_every": 9, "keep": 1}
@@ -123,6 +124,7 @@ def opened(
 ) -> tuple[list[Everything], Everything]:
     with small_files():
         loop, found = RankLoop(rank, world, seed=4, replicate=replicate), []
+        assert loop.has_replicas == (replicate is not None)
         for path in saved_in(folder / "checkpoints"):
             loop.load(path)
             found.append(loop.everything())
@@ -133,7 +135,7 @@ def opened(
 
 @pytest.mark.parametrize(
     ("before", "after", "background", "replicate"),
-    [(3, 2, False, (None, "8KiB")), (2, 2, True, (None, None)), (2, 3, True, ("30KiB", None))],
+    [(3, 2, False, (None, "80KiB")), (2, 2, True, (None, None)), (2, 3, True, ("80KiB", None))],
 )
 def test_incremental_ones_and_models(
     before: int, after: int, background: bool, replicate: tuple[str | None, ...], tmp_path: Path

@@ -94,6 +94,11 @@ def _make(folder: Path, team: Team) -> str:
     return ""
 
 
+def _flush(model: nn.Module) -> None:
+    for collection in collections_of(model).values():
+        collection.row_access.flush()
+
+
 def load_model(folder: str | Path, model: nn.Module) -> None:
     """Load weights that `save_model` has saved into a model of the same shape.
 
@@ -112,11 +117,15 @@ def load_model(folder: str | Path, model: nn.Module) -> None:
         return ""
 
     def load() -> str:
+        if team.ranks is not None:  # the state of rows that all ranks have goes to their owners
+            _flush(model)
         opened[0].load(model)
         return ""
 
     team.begin("load_model", check)
     team.do(load)
+    for collection in collections_of(model).values():
+        collection.row_access.refresh()
 
 
 def bytes_of(model: nn.Module) -> int:
@@ -148,8 +157,7 @@ def _write(disk: Disk, names: list[str], model: nn.Module, team: Team) -> None:
         def write_own() -> str:
             nonlocal total
             if team.ranks is not None:  # rows that all ranks have are brought to their owners
-                for collection in collections_of(model).values():
-                    collection.row_access.flush()
+                _flush(model)
             state = dense_state(model)
             total += sum(tensor.nbytes for tensor in state.values())
             if team.is_first:

@@ -269,6 +269,11 @@ class RowAccess:
         exchange = self._rows.exchange
         return [text] if exchange is None else exchange.meet(text)
 
+    def refresh(self) -> None:
+        """Read the rows that every rank has from their owners again. All ranks do this."""
+        with self._rows.lock.writing():
+            self._rows.refresh_replicas()
+
     def check_replacing(self) -> None:
         """Raise where `replacing` would: several ranks have to know before they begin."""
         self._pipeline.refuse_if_running("replacing rows")
