@@ -286,6 +286,7 @@ class Exchange:
         for work in shared.works:
             with self._writing(), torch.no_grad():
                 rows = work.inner.group.lookup(work.inner, work.inner.lookups)
+            rows = rows[: sum(work.received)]  # a plan for no id has room for one
             self.wire.count("rows", rows, work.received)
             counts = work.route.counts
             vectors = self.ranks.exchange(rows, work.received, counts, self.ranks.training)
@@ -357,6 +358,8 @@ class Exchange:
             counts = [0] * self.ranks.size if route is None else route.counts
             self.wire.count("grads", sums, counts)
             theirs = self.ranks.exchange(sums, counts, received, self.ranks.training)
+            if not sum(received):
+                continue
             if len(forms) == 1 and 0 not in forms:  # all ranks have gradients of one batch
                 work = grads[place].work
                 assert work is not None

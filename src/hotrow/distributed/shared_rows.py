@@ -57,7 +57,11 @@ class SharedPlanning:
 
     def __init__(self, group: SharedRows) -> None:
         self._group, self._layout = group, group.layout
-        self._inner = group.inner.planning
+
+    @property
+    def _inner(self) -> Any:
+        """The engine's planning, which is another one when slots are allocated."""
+        return self._group.inner.planning
 
     def input_device(self, device: torch.device | None) -> None:
         """Ids may be anywhere: they are sorted on the host."""

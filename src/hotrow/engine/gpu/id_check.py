@@ -15,12 +15,9 @@ from hotrow.inputs.tables import WidthGroup
 
 def feature_facts(layout: WidthGroup) -> Tensor:
     """Return base, limit, padding index or -1, and column of each feature, [F, 4] int64."""
-    facts = []
-    for feature in layout.features:
-        table = layout.tables[feature.table]
-        padding = -1 if table.skipped_idx is None else table.skipped_idx
-        facts.append([layout.bases[feature.table], table.num_embeddings, padding, feature.column])
-    return torch.tensor(facts)
+    x = layout.feature_numbers(torch.device("cpu"))
+    padding = torch.full_like(x.base, -1) if x.skipped is None else x.skipped
+    return torch.stack([x.base, x.last + 1, padding, x.column], 1)
 
 
 class IdCheck:

@@ -1,0 +1,73 @@
+"""The engine of a GPU on several ranks: its kernels interpreted, or on a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rank_processes import run
+from torch import Tensor
+
+import hotrow
+from hotrow.engine.gpu.rows import gpu_rows
+
+SIZES, DIMS = (900, 200, 5), (8, 8, 4)
+STRATEGIES = ("lookahead", "lru", "static", "uncached", "scratchpipe")
+
+
+def train(rank: int, device: str, strategy: str, batches: list[Tensor], **options: Any) -> Any:
+    """Return the losses, the rows with their state, and how many rows have left their slots."""
+    tables = [
+        hotrow.EmbeddingBagConfig(f"t{k}", rows, dim, [f"f{k}"])
+        for k, (rows, dim) in enumerate(zip(SIZES, DIMS, strict=True))
+    ]
+    budget = hotrow.Budget((hotrow.Share(140, 64, True), hotrow.Share(3, 64, True)), 1 << 14)
+    embedding = hotrow.EmbeddingBagCollection(
+        tables,
+        hotrow.Adagrad(lr=0.1),
+        None if strategy == "all-fast" else budget,
+        strategy=strategy,
+        seed=3,
+        device=device,
+        engine=gpu_rows,
+        **options,
+    )
+    losses = []
+    for batch in hotrow.ahead(batches, embedding):
+        loss = (embedding(batch).values() - 0.3).square().sum()
+        losses.append(loss.detach())
+        loss.backward()
+    embedding.check()
+    rows = [part for x in tables for _, part in embedding.rows(x.name)]
+    return torch.stack(losses).cpu(), rows, embedding.traffic().evicted_rows
+
+
+def equal_to_all_fast(rank: int, world: int, device: str, steps: int, size: int) -> list[str]:
+    """Return what differs."""
+    generator = torch.Generator().manual_seed(rank)
+    columns = [torch.randint(rows, (steps, size), generator=generator) for rows in SIZES]
+    batches = list(torch.stack(columns, 2))
+    batches[2] = batches[2][: 3 * rank]  # of different sizes, and empty on the first rank
+    losses, rows, _ = train(rank, device, "all-fast", batches)
+    differing = []
+    for strategy in STRATEGIES:
+        for options in ({}, {"replicate": "9KiB"}):
+            more_losses, more_rows, evicted = train(rank, device, strategy, batches, **options)
+            is_equal = torch.equal(losses, more_losses)
+            is_equal &= all(map(torch.equal, rows, more_rows))
+            if not is_equal or not evicted:
+                differing.append(f"{strategy} {options}: equal {is_equal}, {evicted} evicted")
+    return differing
+
+
+def test_interpreted_kernels_train_as_with_all_rows_in_fast_memory() -> None:
+    for differing in run(2, equal_to_all_fast, "cpu", steps=7, size=20, timeout=170):
+        assert not differing
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_on_one_gpu_train_as_with_all_rows_in_fast_memory(world: int) -> None:
+    for differing in run(world, equal_to_all_fast, "cuda", steps=40, size=20, timeout=280):
+        assert not differing
