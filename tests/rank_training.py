@@ -74,14 +74,18 @@ class RankLoop:
         batches = [self.batch(step) for step in range(first, last)]
         for step, ids in enumerate(hotrow.ahead(batches, self.model), first + 1):
             self.model(ids).square().mean().backward()
-            for parameter in self.model.dense.parameters():
-                assert parameter.grad is not None
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= self.world
+            self.average(self.model)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.schedule.step()
             after(step)
+
+    def average(self, model: nn.Module) -> None:
+        """Average gradients over ranks, as DistributedDataParallel does."""
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= self.world
 
     @property
     def parts(self) -> dict[str, Any]:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from rank_processes import run
 from torch import Tensor
 
 import hotrow
 from hotrow.engine.gpu.rows import gpu_rows
+from rank_processes import run
 
 SIZES, DIMS = (900, 200, 5), (8, 8, 4)
 STRATEGIES = ("lookahead", "lru", "static", "uncached", "scratchpipe")

@@ -26,6 +26,7 @@ from hotrow.checkpoint.manifest import (
 from hotrow.checkpoint.own_state import merged, restore_random_of
 from hotrow.checkpoint.parts import (
     collections_of,
+    load_dense,
     load_part,
     refuse_other,
     rows_apart,
@@ -42,6 +43,7 @@ from hotrow.checkpoint.tensors import (
     rows_at_once,
 )
 from hotrow.checkpoint.together import Team
+from hotrow.checkpoint.wrapped import plain_names
 from hotrow.support.files import FileRecord, inside, why_wrong
 from hotrow.support.manifests import read_json
 from hotrow.support.messages import few
@@ -189,11 +191,12 @@ class Checkpoint:
 
     def check(self, model: nn.Module, parts: Mapping[str, Any]) -> None:
         """Compare names, shapes and optimizers with those here; a ValueError says what differs."""
-        saved = {table.key: [table.rows, table.dim] for table in self.tables}
-        saved |= {key: list(tensor.shape) for key, tensor in self.dense.items()}
+        plain = plain_names(model)
+        saved = {plain(table.key): [table.rows, table.dim] for table in self.tables}
+        saved |= {plain(key): list(tensor.shape) for key, tensor in self.dense.items()}
         refuse_other(self.folder, saved, model)
         with self._fitting():
-            rules = {key: settings["rule"] for key, settings in self.state["rows"].items()}
+            rules = {plain(key): x["rule"] for key, x in self.state["rows"].items()}
         for name, collection in collections_of(model).items():
             rule = type(collection.optimizer.rule).__name__
             if rules.get(name) != rule:
@@ -202,7 +205,7 @@ class Checkpoint:
                     "go on with them: the state of its rows differs"
                 )
         for table in self.tables:
-            if (state := tables_of(model)[table.key].state) != table.state:
+            if (state := tables_of(model)[plain(table.key)].state) != table.state:
                 raise ValueError(f"{table.key} is saved with state {table.state}, not {state}")
         if self.state["parts"].keys() != parts.keys():
             raise ValueError(
@@ -234,13 +237,15 @@ class Checkpoint:
     def _load_dense(self, model: nn.Module, parts: Mapping[str, Any], team: Team) -> str:
         """Load everything but rows and random states."""
         state, dense = self.state_of(team)
+        plain = plain_names(model)
         with rows_apart(model), self._fitting():
-            model.load_state_dict(dense)
+            load_dense(model, dense)
             for name, part in parts.items():
                 load_part(part, state["parts"][name])
         with self._fitting():
+            rows = {plain(name): settings for name, settings in state["rows"].items()}
             for name, collection in collections_of(model).items():
-                collection.optimizer.load_settings_dict(state["rows"][name])
+                collection.optimizer.load_settings_dict(rows[name])
         return ""
 
     @contextmanager
@@ -254,7 +259,8 @@ class Checkpoint:
             ) from error
 
     def _load_rows(self, model: nn.Module) -> str:
-        tables = tables_of(model)
+        plain, by_name = plain_names(model), tables_of(model)
+        tables = {table.key: by_name[plain(table.key)] for table in self.tables}
         here = {key: table.share for key, table in tables.items()}
         with ExitStack() as stack:
             for collection in collections_of(model).values():

@@ -28,8 +28,8 @@ from hotrow.checkpoint.parts import (
     TableRows,
     collections_of,
     dense_state,
+    load_dense,
     refuse_other,
-    rows_apart,
     tables_of,
 )
 from hotrow.checkpoint.places import in_order
@@ -46,6 +46,7 @@ from hotrow.checkpoint.tensors import (
     table_parts,
 )
 from hotrow.checkpoint.together import Team
+from hotrow.checkpoint.wrapped import plain_names, whole_tensors
 from hotrow.support.files import Disk, FileRecord, inside, make_folder, why_wrong
 from hotrow.support.progress import bytes_bar
 from hotrow.support.version import __version__
@@ -112,7 +113,7 @@ def load_model(folder: str | Path, model: nn.Module) -> None:
     def check() -> str:
         saved = SavedModel(folder)
         saved.check(model)
-        saved.verify(tables_of(model))
+        saved.verify(model)
         opened.append(saved)
         return ""
 
@@ -158,7 +159,7 @@ def _write(disk: Disk, names: list[str], model: nn.Module, team: Team) -> None:
             nonlocal total
             if team.ranks is not None:  # rows that all ranks have are brought to their owners
                 _flush(model)
-            state = dense_state(model)
+            state = whole_tensors(dense_state(model))
             total += sum(tensor.nbytes for tensor in state.values())
             if team.is_first:
                 dense.append(write(DENSE, packed(state)))
@@ -215,12 +216,13 @@ class SavedModel:
         if wrong:
             raise ValueError(f"{wrong}; {OTHER_MODEL}")
 
-    def verify(self, into: Mapping[str, TableRows] | None = None) -> None:
+    def verify(self, model: nn.Module | None = None) -> None:
         """Compare the checksums of files and the shapes of shards; a ValueError says what is wrong.
-        `into`: where rows will be loaded, so that files of other ranks are left out."""
+        `model`: what will be loaded, so that files of other ranks are left out."""
         needed = {table.key: table.shards for table in self.tables}
-        if into is not None:
-            needed = {table.key: self._needed(table, into[table.key]) for table in self.tables}
+        if model is not None:
+            plain, into = plain_names(model), tables_of(model)
+            needed = {x.key: self._needed(x, into[plain(x.key)]) for x in self.tables}
         shards = [shard for of_table in needed.values() for shard in of_table]
         files, done = [self._manifest.dense, *shards], 0
         total = sum(file.bytes for file in files)
@@ -247,20 +249,22 @@ class SavedModel:
 
     def check(self, model: nn.Module) -> None:
         """Compare names and shapes with a model's; a ValueError says what differs."""
-        saved = {table.key: [table.rows, table.dim] for table in self.tables}
+        plain = plain_names(model)
+        saved = {plain(table.key): [table.rows, table.dim] for table in self.tables}
         with self._open(self._manifest.dense) as (_, sections):
-            saved |= {name: list(section.shape) for name, section in sorted(sections.items())}
+            saved |= {
+                plain(name): list(section.shape) for name, section in sorted(sections.items())
+            }
         refuse_other(self.folder, saved, model)
 
     def load(self, model: nn.Module) -> None:
         """Replace all weights of a model that was checked."""
         done, total = 0, bytes_of(model)
         with bytes_bar("loading the model") as advance:
-            with rows_apart(model):
-                model.load_state_dict(self.dense)
-            tables = tables_of(model)
+            load_dense(model, self.dense)
+            plain, tables = plain_names(model), tables_of(model)
             for saved in self.tables:
-                into, shares = tables[saved.key], self._manifest.shares(saved)
+                into, shares = tables[plain(saved.key)], self._manifest.shares(saved)
                 for shard in self._needed(saved, into):
                     for numbers, piece in self._pieces(saved, shard):
                         rows = shares[shard.rank].rows_of(numbers)

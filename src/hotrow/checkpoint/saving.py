@@ -33,6 +33,7 @@ from hotrow.checkpoint.tensors import (
     write_shard,
 )
 from hotrow.checkpoint.together import Team
+from hotrow.checkpoint.wrapped import whole_tensors
 from hotrow.checkpoint.writing import Prepared, Shards, State, changed_since, facts_of
 from hotrow.distributed.ranks import RankError
 from hotrow.embedding.collection import EmbeddingBagCollection
@@ -138,17 +139,21 @@ def _begin(
             save.log_bytes = parse_bytes(log, total=max(10_000, total))
             reasons = (collection.row_access.why_no_snapshot() for collection in collections)
             save.why_at_once = next((why for why in reasons if why is not None), None)
-        state, dense = _state(model, parts, extra), dense_state(model)
+        _check_parts(parts)
         if team.ranks is None:
-            prepared.state = _packed_state(state, dense)
-            return ""
-        entries.update(entries_of(state, dense))
+            return "{}"
+        options = {"step": step, "keep": keep, "full_every": full_every, "log": log}
+        return json.dumps({**options, **facts_of(model, parts)})
+
+    def collect() -> str:
+        state, dense = whole_tensors((_state(model, parts, extra), dense_state(model)))
         if team.is_first:
             prepared.state = _packed_state(state, dense)
-        options = {"step": step, "keep": keep, "full_every": full_every, "log": log}
+        if team.ranks is None:
+            return ""
+        entries.update(entries_of(state, dense))
         since = changed_since(model)
         return json.dumps({
-            "facts": {**options, **facts_of(model, parts, dense)},
             "digests": digests_of(entries),
             "why": save.why_at_once,
             "since": None if since is None else asdict(since),
@@ -156,10 +161,11 @@ def _begin(
         })  # fmt: skip
 
     name = "save_checkpoint" if log is None else "begin_checkpoint"
-    told = team.begin(name, begin)
+    team.check_equal(name, [json.loads(text) for text in team.begin(name, begin)])
+    told = team.do(collect)
     since = changed_since(model)
     if team.ranks is not None:
-        since = _agree(prepared, save, [json.loads(text) for text in told], entries, name)
+        since = _agree(prepared, save, [json.loads(text) for text in told], entries)
     if save.why_at_once is None:
         prepared.state.copy()
     try:
@@ -175,12 +181,11 @@ def _begin(
 
 
 def _agree(
-    prepared: Prepared, save: Save, told: list[Any], entries: dict[str, Any], name: str
+    prepared: Prepared, save: Save, told: list[Any], entries: dict[str, Any]
 ) -> Parent | None:
     """Let all ranks save alike: return the parent that they have in common, if any."""
     team = prepared.team
     assert team.ranks is not None
-    team.check_equal(name, [of_rank["facts"] for of_rank in told])
     save.why_at_once = next((x["why"] for x in told if x["why"] is not None), None)
     if not team.is_first:
         first, mine = told[0]["digests"], told[team.rank]["digests"]
@@ -420,13 +425,16 @@ def _snapshot_source(piece: ShardRows) -> RowSource:
 # -- everything but rows ---------------------------------------------------------------
 
 
-def _state(model: nn.Module, parts: dict[str, Any], extra: Any) -> dict[str, Any]:
+def _check_parts(parts: dict[str, Any]) -> None:
     for name, part in parts.items():
         if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
             raise TypeError(
                 f"{name} has the type {type(part).__name__}, which has no state_dict() and "
                 "load_state_dict(); plain values go into extra="
             )
+
+
+def _state(model: nn.Module, parts: dict[str, Any], extra: Any) -> dict[str, Any]:
     rows = {name: each.optimizer.settings_dict() for name, each in collections_of(model).items()}
     with rows_apart(model):  # torch's optimizers may have the state of rows
         states = {name: part.state_dict() for name, part in parts.items()}

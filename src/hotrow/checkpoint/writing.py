@@ -40,7 +40,7 @@ from hotrow.checkpoint.manifest import (
     to_json,
     with_checksum,
 )
-from hotrow.checkpoint.parts import collections_of, tables_of
+from hotrow.checkpoint.parts import collections_of, dense_state, tables_of
 from hotrow.checkpoint.tensors import packed, put
 from hotrow.checkpoint.together import Team
 from hotrow.distributed.ranks import Channel
@@ -245,10 +245,10 @@ def changed_since(model: nn.Module) -> Parent | None:
     return parent
 
 
-def facts_of(model: nn.Module, parts: dict[str, Any], dense: dict[str, Tensor]) -> dict[str, Any]:
+def facts_of(model: nn.Module, parts: dict[str, Any]) -> dict[str, Any]:
     """Return what is the same on all ranks that save one model."""
     return {
         "tables": {key: [x.rows, x.dim] for key, x in tables_of(model).items()},
-        "dense": {name: list(tensor.shape) for name, tensor in dense.items()},
+        "dense": {name: list(tensor.shape) for name, tensor in dense_state(model).items()},
         "parts": sorted(parts),
     }
