@@ -209,3 +209,24 @@ def test_numbers_of_ranks_that_contradict_each_other_are_refused(tmp_path: Path)
 
 def in_steps_saved(rank: int, world: int, folder: Path) -> None:
     RankLoop(rank, world).save(folder, 0)
+
+
+def saved_inside_join(rank: int, world: int, folder: Path) -> list[Raised]:
+    """Rank 1 has no batch left when rank 0 saves."""
+    loop, errors = RankLoop(rank, world), []
+    batches = [loop.batch(step) for step in range(3 - rank)]
+    with hotrow.join(loop.model):
+        for step, ids in enumerate(hotrow.ahead(batches, loop.model)):
+            loop.model(ids).sum().backward()
+            if step == 2:
+                errors.append(raised_by(lambda: loop.save(folder, 1)))
+    loop.save(folder, 2)
+    return errors
+
+
+def test_a_rank_without_batches_saves_after_the_others(tmp_path: Path) -> None:
+    (error,), none = run(2, saved_inside_join, tmp_path)
+    assert error[0] == "RankError"
+    assert "rank 1 has no batch left and serves the others inside hotrow.join" in error[1]
+    assert none == []
+    assert names_in(tmp_path) == ["00001-step-2", "latest"]
