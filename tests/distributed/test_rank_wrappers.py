@@ -113,3 +113,38 @@ def test_rows_stay_where_checkpoints_have_them() -> None:
     for rank, count in enumerate(owners.counts):
         rows = owners.rows_of(rank, np.arange(count))
         assert np.array_equal(np.stack(owners.find(rows)), [[rank] * count, np.arange(count)])
+
+
+def stepped(rank: int, world: int, folder: Path, saves: bool) -> list[dict[str, Tensor]]:
+    """Rows and state that a torch optimizer updates."""
+    model = RankModel("adagrad", seed=1 + saves, update="step")
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    loop, found = RankLoop(rank, world), []
+
+    def train(first: int) -> None:
+        for step in range(first, first + 2):
+            optimizer.zero_grad()
+            torch.manual_seed(step)  # of units that are dropped
+            model(loop.batch(step)).square().mean().backward()
+            loop.average(model.dense)
+            optimizer.step()
+        found.append({name: x.detach().clone() for name, x in model.dense.named_parameters()})
+        for table in model.embedding.tables:
+            rows = [rows for _, rows in model.embedding.rows(table.name)]
+            found[-1][table.name] = torch.cat(rows)
+
+    train(0)
+    if saves:
+        hotrow.save_checkpoint(folder, model, step=2, optimizer=optimizer)
+    else:
+        hotrow.load_checkpoint(folder, model, optimizer=optimizer)
+    train(2)
+    return found
+
+
+def test_rows_of_torch_optimizers_go_on(tmp_path: Path) -> None:
+    for saved, resumed in zip(
+        run(2, stepped, tmp_path, True), run(2, stepped, tmp_path, False), strict=True
+    ):
+        assert all(same_bits(saved[-1][key], resumed[-1][key]) for key in saved[-1])
+        assert not same_bits(saved[0]["item"], resumed[0]["item"])
