@@ -37,7 +37,7 @@ from hotrow.distributed.ranks import (
     RankError,
     Ranks,
 )
-from hotrow.distributed.reads import Reads
+from hotrow.distributed.reads import Reads, Rows
 from hotrow.distributed.shared_rows import SharedRows, SharedWork
 from hotrow.distributed.wire import Wire
 from hotrow.engine.schedule import at_once
@@ -109,15 +109,14 @@ class Exchange:
         tables: Sequence[str],
         lanes: Lanes,
         writing: Callable[[], AbstractContextManager[object]],
-        reading: Callable[[], AbstractContextManager[object]],
+        rows: Rows,
     ) -> None:
-        """`writing` and `reading`: inside, no other thread changes rows. The latter is a method of
-        what owns this object, so it is kept weakly."""
+        """`writing`: inside, no other thread changes rows. `rows` own this object."""
         self.ranks, self.groups, self._tables = ranks, tuple(groups), tuple(tables)
         self._lanes, self._writing = lanes, writing
         self.replicated = [group for group in self.groups if group.replicated is not None]
         self.wire = Wire(ranks, self.groups)
-        self.reads = Reads(self.wire, reading, self.settle_grads)
+        self.reads = Reads(self.wire, rows, self.settle_grads)
         self._mask_words = -(-len(tables) // _BITS)
         words = 1 + self._mask_words + 3 * len(self.groups)
         self.number = self.reads.number = ranks.add(self, words)

@@ -184,6 +184,11 @@ class Ranks:
         """Open a channel for a thread that saves beside training; all ranks call this together."""
         self.saving = Channel(self.members, self._timeout, "gloo")
 
+    def is_same(self, number: int, channel: Channel) -> bool:
+        """Whether all ranks give the same number."""
+        every = self._all_to_all(torch.full((self.size,), number), None, None, channel)
+        return len(set(every.tolist())) == 1
+
     def texts(self, text: str, channel: Channel) -> list[str]:
         """Return what each rank says."""
         mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)

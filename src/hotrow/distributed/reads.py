@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,14 @@ class _Wanted:
     what: int
 
 
+class Rows(Protocol):
+    """What is asked of a rank's own rows."""
+
+    version: int  # changes with every step
+
+    def reading(self) -> AbstractContextManager[object]: ...
+
+
 class Reads:
     """Reads rows of all ranks, each of which answers for its own. Changes no map or counter.
 
@@ -37,13 +45,9 @@ class Reads:
 
     number = 0  # of the collection
 
-    def __init__(
-        self,
-        wire: Wire,
-        reading: Callable[[], AbstractContextManager[object]],
-        settle_grads: Callable[[], None],
-    ) -> None:
-        self._wire, self._reading = wire, weakref.WeakMethod(reading)
+    def __init__(self, wire: Wire, rows: Rows, settle_grads: Callable[[], None]) -> None:
+        """`rows` own this object, so they are referred to weakly."""
+        self._wire, self._rows = wire, weakref.ref(rows)
         self._settle_grads = weakref.WeakMethod(settle_grads)
 
     def vectors(self, lookups: Sequence[Lookups], *, aside: bool) -> list[Tensor]:
@@ -55,28 +59,19 @@ class Reads:
         routes = [g.route(x.ids) for g, x in zip(self._wire.groups, ids, strict=True)]
         vectors = self._read(_Wanted(routes, _VECTORS), aside=aside)
         pooled = []
-        for group, x, found, route, part in zip(
-            self._wire.groups, lookups, ids, routes, vectors, strict=True
-        ):
+        for group, x, found, part in zip(self._wire.groups, lookups, ids, vectors, strict=True):
             here = SortedIds(*(y.to(group.device) for y in vars(found).values()))
-            pooled.append(group.pool(group.vectors_in_order(route, part), here, x))
+            pooled.append(group.pool(part, here, x))
         return pooled
 
-    def owned_rows(self, place: int, ids: Tensor) -> Tensor:
-        """As `rows`, from the owners alone."""
-        groups, none = self._wire.groups, torch.empty(0, dtype=torch.int64)
-        routes = [x.owners.route(ids if k == place else none) for k, x in enumerate(groups)]
-        rows = self._read(_Wanted(routes, _WHOLE_ROWS), aside=False)[place]
-        return groups[place].rows_in_order(routes[place], rows)[:-1]
-
-    def rows(self, place: int, ids: Tensor) -> Tensor:
+    def rows(self, place: int, ids: Tensor, *, of_owners: bool = False) -> Tensor:
         """Return rows of one width with their state, in the order of ids, which are given once and
-        ascend."""
-        none = torch.empty(0, dtype=torch.int64)
-        groups = self._wire.groups
-        routes = [x.route(ids if k == place else none) for k, x in enumerate(groups)]
-        rows = self._read(_Wanted(routes, _WHOLE_ROWS), aside=False)[place]
-        return groups[place].rows_in_order(routes[place], rows)[:-1]
+        ascend. `of_owners`: not from replicas."""
+        groups, none = self._wire.groups, torch.empty(0, dtype=torch.int64)
+        every = [ids if number == place else none for number in range(len(groups))]
+        pairs = list(zip(groups, every, strict=True))
+        routes = [x.owners.route(y) if of_owners else x.route(y) for x, y in pairs]
+        return self._read(_Wanted(routes, _WHOLE_ROWS), aside=False)[place][:-1]
 
     def _read(self, wanted: _Wanted, *, aside: bool) -> list[Tensor]:
         channel = self._wire.ranks.aside if aside else self._wire.ranks.training
@@ -93,38 +88,56 @@ class Reads:
     def perform(
         self, headers: Headers, doers: list[bool], wanted: _Wanted | None, channel: Channel
     ) -> list[Tensor]:
-        size, groups = self._wire.ranks.size, self._wire.groups
+        """Answer what ranks ask for; return what this one wants, in the order of its ids, with a
+        row of zeros behind."""
+        ranks, groups = self._wire.ranks, self._wire.groups
         what = headers.column(SERIAL)[doers.index(True)]
         nothing = [0] * len(groups)
         theirs = [
             headers.words(r, 0, len(groups)) if does else nothing for r, does in enumerate(doers)
         ]
         routes = {} if wanted is None else dict(enumerate(wanted.routes))
-        numbers = self._wire.send_numbers(range(len(groups)), routes, theirs, channel)
+        numbers = self._wire.send_numbers(range(len(groups)), routes, theirs, channel, kind=None)
+        while True:
+            version, own, replicas = self._own_rows(numbers, routes, what)
+            # Other threads may train meanwhile: all rows are to be of one step.
+            if channel is ranks.training or ranks.is_same(version, channel):
+                break
         found = []
-        with torch.no_grad():
-            own = self._rows_for(numbers, what)
-        for place, rows in enumerate(own):
+        for place, (group, rows) in enumerate(zip(groups, own, strict=True)):
             sent = [counts[place] for counts in theirs]
-            counts = routes[place].counts if routes else [0] * size
-            found.append(self._wire.ranks.exchange(rows, sent, counts, channel))
+            counts = routes[place].counts if routes else [0] * ranks.size
+            came = ranks.exchange(rows, sent, counts, channel)
+            if wanted is not None:
+                found.append(group.in_order(routes[place], came, replicas[place]))
         return found
 
-    def _rows_for(self, numbers: dict[int, Tensor], what: int) -> list[Tensor]:
-        """Read own rows of all widths as of one finished step."""
-        found, groups = [], self._wire.groups
-        parts = {k: groups[k].inner.parts_of(groups[k].reading_of(x)) for k, x in numbers.items()}
-        reading = self._reading()
-        assert reading is not None
-        with reading():
-            for place, group in enumerate(groups):
-                inner = group.inner
-                if what == _VECTORS:
-                    found.append(inner.read_parts(parts[place]).float())
-                    continue
-                rows = torch.empty(len(numbers[place]), inner.width)
-                found.append(self._gathered(inner, numbers[place], rows).to(group.device))
-        return found
+    def _own_rows(
+        self, numbers: dict[int, Tensor], routes: dict[int, Route], what: int
+    ) -> tuple[int, list[Tensor], dict[int, Tensor | None]]:
+        """Read the rows that ranks ask for, and replicas for this rank, as of one finished step;
+        return its number as well."""
+        groups, rows = self._wire.groups, self._rows()
+        assert rows is not None
+        read = self._vectors if what == _VECTORS else self._whole_rows
+        with rows.reading(), torch.no_grad():
+            own = [read(groups[place].inner, ids) for place, ids in numbers.items()]
+            replicas = {
+                place: None if way.replicas is None else read(groups[place].replicas, way.replicas)
+                for place, way in routes.items()
+            }
+            return rows.version, own, replicas
+
+    @staticmethod
+    def _vectors(group: Any, numbers: Tensor) -> Tensor:
+        here = numbers.to(group.device)
+        x = Lookups(here, None, None, (len(numbers),), by_sample=True)
+        vectors: Tensor = group.read_parts(group.parts_of(x))
+        return vectors.float()
+
+    def _whole_rows(self, group: Any, numbers: Tensor) -> Tensor:
+        rows = torch.empty(len(numbers), group.width)
+        return self._gathered(group, numbers, rows).to(group.device)
 
     @staticmethod
     def _gathered(inner: Any, numbers: Tensor, out: Tensor) -> Tensor:

@@ -147,25 +147,14 @@ class SharedRows:
 
     def vectors_in_order(self, route: Route, vectors: Tensor) -> Tensor:
         """Return vectors, which came owner by owner, in the order of ids; zeros follow them."""
-        if route.replicas is None:
-            return self._in_order(route, vectors, None)
-        replicas = (
-            self.replicas.read_parts(self.replicas.parts_of(self.reading_of(route.replicas)))
-            if len(route.replicas)
-            else vectors[:0]
-        )
-        return self._in_order(route, vectors, replicas)
-
-    def rows_in_order(self, route: Route, rows: Tensor) -> Tensor:
-        """As `vectors_in_order`, for rows with their state."""
-        if route.replicas is None:
-            return self._in_order(route, rows, None)
-        here = torch.empty(len(route.replicas), self.width)
-        self.replicas.gather(route.replicas, out=here)
-        return self._in_order(route, rows, here.to(rows.device))
+        replicas = None
+        if route.replicas is not None:
+            x = self.reading_of(route.replicas)
+            replicas = self.replicas.read_parts(self.replicas.parts_of(x))
+        return self.in_order(route, vectors, replicas)
 
     @staticmethod
-    def _in_order(route: Route, vectors: Tensor, replicas: Tensor | None) -> Tensor:
+    def in_order(route: Route, vectors: Tensor, replicas: Tensor | None) -> Tensor:
         count = len(vectors) + (0 if replicas is None else len(replicas))
         ordered = vectors.new_zeros(count + 1, vectors.shape[1])
         ordered[route.order.to(vectors.device)] = vectors

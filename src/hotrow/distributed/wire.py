@@ -30,19 +30,23 @@ class Wire:
         routes: dict[int, Route],
         theirs: Sequence[Sequence[int]],
         channel: Channel | None = None,
+        *,
+        kind: str | None = "ids",
     ) -> dict[int, Tensor]:
         """Send the ids of some groups to the owners of their rows; return those that all ranks ask
         of this one, by group, in the order of ranks.
 
         `places`: of the groups that some rank has ids of; `routes`: of those that this one has;
-        `theirs`: how many ids of each group a rank asks for, by rank.
+        `theirs`: how many ids of each group a rank asks for, by rank; `kind`: as what they are
+        counted, None: not at all.
         """
         ranks, channel = self.ranks, channel or self.ranks.training
         parts = {place: x.numbers.split(x.counts) for place, x in routes.items()}
         sent = [parts[place][rank] for rank in range(ranks.size) for place in parts]
         counts = [sum(x.counts[rank] for x in routes.values()) for rank in range(ranks.size)]
         values = torch.cat(sent).to(self._kind) if sent else torch.empty(0, dtype=self._kind)
-        self.count("ids", values, counts)
+        if kind is not None:
+            self.count(kind, values, counts)
         received = [[by_group[place] for place in places] for by_group in theirs]
         came = ranks.exchange(values, counts, list(map(sum, received)), channel).long()
         pieces = came.split([count for counts in received for count in counts])

@@ -378,14 +378,14 @@ class RowGroups:
         for place, shared in enumerate(self.lookup_groups):
             if getattr(shared, "replicas", None) is not None:
                 assert self.exchange is not None
-                rows = self.exchange.reads.owned_rows(place, shared.replicated)
+                rows = self.exchange.reads.rows(place, shared.replicated, of_owners=True)
                 shared.replicas.scatter(torch.arange(len(rows)), rows)
 
     def share(self, ranks: Ranks) -> None:
         """Exchange rows with other ranks from now on."""
         names = [table.name for table in self.tables]
-        writing, reading = self.lock.writing, self.reading
-        self.exchange = Exchange(ranks, self.lookup_groups, names, self.lanes, writing, reading)
+        groups, writing = self.lookup_groups, self.lock.writing
+        self.exchange = Exchange(ranks, groups, names, self.lanes, writing, self)
 
     def ids_of(self, table: str, rows: Tensor) -> tuple[Group, Tensor | None, Tensor]:
         """Return the group of a table, which of some of its rows are here (None: all of them), and
