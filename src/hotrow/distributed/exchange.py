@@ -48,6 +48,9 @@ from hotrow.support.streams import Lanes
 
 _BITS = 62  # tables in a word of a header
 _KEPT = 8  # batches whose vectors are kept after they came
+# What a rank says of its gradients, beside the number of the batch that they are of. A rank that
+# only serves says nothing, which is the former.
+_OTHER_ROWS, _NO_ROWS = 0, -1
 _TOLD = "is known on all ranks"
 
 
@@ -311,7 +314,7 @@ class Exchange:
         self.owes_grads = False
         size, groups = self.ranks.size, self.groups
         ways = {place: self._way_of(place, x) for place, x in grads.items()}
-        forms, counts = [0] * len(groups), [[0] * len(groups) for _ in range(size)]
+        forms, counts = [_NO_ROWS] * len(groups), [[0] * len(groups) for _ in range(size)]
         copied = [0] * len(groups)
         for place, (form, route) in ways.items():
             forms[place] = form
@@ -324,11 +327,11 @@ class Exchange:
         self._run(header, (grads, ways))
 
     def _way_of(self, place: int, x: Grads) -> tuple[int, Route]:
-        """Return the serial number of the batch whose rows these are, 0 for other rows, and the
-        way of the gradients."""
+        """Return the serial number of the batch whose rows these are, or that they are others, and
+        the way of the gradients."""
         if x.work is not None and len(x.ids) == len(x.work.ids.ids):
             return x.work.serial, x.work.route
-        return 0, self.groups[place].route(x.ids.cpu())
+        return _OTHER_ROWS, self.groups[place].route(x.ids.cpu())
 
     def _perform_grads(self, headers: Headers, doers: list[bool], task: Any) -> None:
         self._steps += 1
@@ -349,7 +352,7 @@ class Exchange:
             route = ways[place][1] if place in ways else None
             if any(copied):
                 came.append(self._swap_copied(place, grads.get(place), route, copied))
-            if not sum(received) and route is None and forms == {0}:
+            if not any(x > _NO_ROWS for x in forms):
                 continue
             sums = torch.empty(0, group.dim, device=group.device)
             if route is not None:
@@ -357,13 +360,12 @@ class Exchange:
             counts = [0] * self.ranks.size if route is None else route.counts
             self.wire.count("grads", sums, counts)
             theirs = self.ranks.exchange(sums, counts, received, self.ranks.training)
-            if not sum(received):
-                continue
-            if len(forms) == 1 and 0 not in forms:  # all ranks have gradients of one batch
+            if len(forms) == 1 and _OTHER_ROWS not in forms:  # all ranks have those of one batch
                 work = grads[place].work
                 assert work is not None
                 none = torch.empty(0, dtype=torch.int64)
-                came.append(OwnGrads(place, work.inner, none, theirs))
+                if len(theirs):
+                    came.append(OwnGrads(place, work.inner, none, theirs))
                 continue
             routes = {} if route is None else {place: route}
             by_rank = [[0] * place + [n] + [0] * (count - place - 1) for n in received]

@@ -61,7 +61,7 @@ class Reads:
         pooled = []
         for group, x, found, part in zip(self._wire.groups, lookups, ids, vectors, strict=True):
             here = SortedIds(*(y.to(group.device) for y in vars(found).values()))
-            pooled.append(group.pool(part, here, x))
+            pooled.append(group.pooling.pool(part, here, x))
         return pooled
 
     def rows(self, place: int, ids: Tensor, *, of_owners: bool = False) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hotrow.distributed.owners import OWNED, GroupOwners, Route
+from hotrow.engine.arithmetic import HostPooling
 from hotrow.engine.rows import grads_by_row
 from hotrow.engine.work import SortedWork, Work
 from hotrow.inputs.batch import Batch, Lookups, lookups_of
@@ -109,6 +110,7 @@ class SharedRows:
         self.inner, self.replicas = inner, replicas
         self.dim, self.width, self.device = inner.dim, inner.width, inner.device
         self.planning = SharedPlanning(self)
+        self.pooling: HostPooling = inner.arithmetic.pooling(self.output_dtype)
 
     # -- what ranks ask of this one ----------------------------------------------------
 
@@ -165,12 +167,7 @@ class SharedRows:
     def lookup(self, work: SharedWork, x: Lookups) -> Tensor:
         """Return one vector per bag, [bags, dim]. `x` has the weights."""
         assert work.vectors is not None
-        return self.pool(work.vectors, work.ids, x)
-
-    def pool(self, vectors: Tensor, ids: SortedIds, x: Lookups) -> Tensor:
-        """Return one vector per bag, [bags, dim], from the vectors of ids."""
-        pooled = reference.pool(vectors, ids.inverse, x.offsets, x.weights, x.divisor)
-        return pooled.to(self.output_dtype)
+        return self.pooling.pool(work.vectors, work.ids, x)
 
     def weight_grads(self, work: SharedWork, x: Lookups, grads: Tensor) -> Tensor:
         """Return the gradients of per-sample weights, from the rows before their update, [L]."""
@@ -185,11 +182,7 @@ class SharedRows:
     def grads_by_row(self, work: SharedWork, x: Lookups, grads: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ids of a batch's rows that have a gradient, each once, and the gradients."""
 
-        def sums(x: Lookups) -> Tensor:
-            bags = grads.float() if x.divisor is None else grads.float() / x.divisor
-            return reference.sum_by_row(bags, x.bag_of(), x.weights, work.ids)
-
-        return grads_by_row(work, x, sums)
+        return grads_by_row(work, x, lambda x: self.pooling.row_grads(work.ids, x, grads))
 
     def update_planned(self, work: SharedWork, x: Lookups, grads: Tensor) -> bool:
         """Rows are updated by their owners."""

@@ -39,7 +39,7 @@ def join(model: nn.Module) -> Iterator[None]:
         yield
         return
     for collection in shared:
-        collection.pipeline.joins = True
+        collection.pipeline.join(True)
     try:
         with _joined_by_torch(model) as is_wrapped:
             yield
@@ -55,7 +55,7 @@ def join(model: nn.Module) -> Iterator[None]:
             raise server.error
     finally:
         for collection in shared:
-            collection.pipeline.joins = False
+            collection.pipeline.join(False)
 
 
 @contextmanager

@@ -119,8 +119,7 @@ class Pipeline:
     # -- batches -----------------------------------------------------------------------
 
     def prepare(self, features: Any, *args: Any, **options: Any) -> PlannedBatch:
-        """Check a batch of ids, and exchange them with other ranks, which call this as well; move
-        no row. Arguments are those of `_prepared`."""
+        """Check a batch of ids; several ranks exchange them. Arguments are those of `_prepared`."""
         planned = self._checked(features, *args, **options)
         if self._rows.exchange is None:
             return planned
@@ -144,8 +143,7 @@ class Pipeline:
         return None if shared is None else replace(planned, shared=shared)
 
     def end_batches(self, error: Exception | None = None) -> bool:
-        """Tell other ranks that this one has no further batch, or an error, where they have one.
-        Return whether this is so on all of them."""
+        """Tell other ranks of an error, or of the end. Return whether no rank has a batch."""
         exchange = self._rows.exchange
         assert exchange is not None
         return exchange.announce(error=error, ended=error is None) is None
@@ -302,16 +300,11 @@ class Pipeline:
 
     def fetch(self, planned: PlannedBatch) -> None:
         """Get the vectors of a batch from the ranks that own its rows, if there are several."""
-        if self._rows.exchange is not None and planned.shared is not None:
+        if planned.shared is not None and self._rows.exchange is not None:
             self._rows.exchange.fetch(planned.shared, self._rows.version)
 
-    @property
-    def joins(self) -> bool:
-        """Whether ranks may have different numbers of batches."""
-        return self._rows.exchange is not None and self._rows.exchange.is_joined
-
-    @joins.setter
-    def joins(self, joins: bool) -> None:
+    def join(self, joins: bool) -> None:
+        """Let ranks have different numbers of batches from now on, or no longer."""
         if self._rows.exchange is not None:
             self._rows.exchange.join(joins)
 

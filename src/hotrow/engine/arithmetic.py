@@ -16,6 +16,25 @@ from hotrow.kernels.reference import SortedIds
 from hotrow.kernels.rules import per_row
 
 
+class HostPooling:
+    """Computes from vectors that came from elsewhere, in the order of sorted ids."""
+
+    def __init__(self, output_dtype: torch.dtype) -> None:
+        self._dtype = output_dtype
+
+    def pool(self, vectors: Tensor, ids: SortedIds, x: Lookups) -> Tensor:
+        """Return one vector per bag, [bags, dim]; padding reads the last of the vectors."""
+        pooled = reference.pool(vectors, ids.inverse, x.offsets, x.weights, x.divisor)
+        return pooled.to(self._dtype)
+
+    def row_grads(self, ids: SortedIds, x: Lookups, grads: Tensor) -> Tensor:
+        """Return the gradient of each different row, [U, dim]."""
+        grads = grads.float()
+        if x.divisor is not None:
+            grads = grads / x.divisor
+        return reference.sum_by_row(grads, x.bag_of(), x.weights, ids)
+
+
 class HostArithmetic:
     """Computes from rows in slots, or in a buffer of the direct path."""
 
@@ -50,6 +69,10 @@ class HostArithmetic:
     def update_planned(self, work: Work, x: Lookups, grads: Tensor) -> bool:
         """Update the rows of a batch whose plan holds; False: gradients have to be summed first."""
         return False
+
+    def pooling(self, output_dtype: torch.dtype) -> HostPooling:
+        """Return what computes from vectors of other ranks."""
+        return HostPooling(output_dtype)
 
     def slots_of(self, work: Work, ids: Tensor) -> Tensor | None:
         """Return the slots of some rows of a batch whose plan holds; None: ask the direct path."""

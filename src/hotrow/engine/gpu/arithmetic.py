@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hotrow.engine.arithmetic import HostPooling
 from hotrow.engine.gpu.work import DeviceWork
 from hotrow.engine.row_sums import RowSums
 from hotrow.engine.settings import Settings
@@ -15,6 +16,20 @@ from hotrow.kernels.reference import SortedIds
 from hotrow.kernels.triton import lookup, start, update
 from hotrow.kernels.triton.segments import Segments, segments_of
 from hotrow.store.ram import Store
+
+
+class DevicePooling(HostPooling):
+    """The same by kernels, without waiting for the device."""
+
+    def pool(self, vectors: Tensor, ids: SortedIds, x: Lookups) -> Tensor:
+        index, dim = ids.inverse.int(), vectors.shape[1]
+        return lookup.pool(vectors, index, x.offsets, x.weights, x.divisor, dim, self._dtype)
+
+    def row_grads(self, ids: SortedIds, x: Lookups, grads: Tensor) -> Tensor:
+        rank = ids.inverse[ids.order]
+        count = torch.full((1,), ids.ids.numel(), dtype=torch.int32, device=grads.device)
+        segments = Segments(ids.order.int(), rank.int(), ids.starts.int(), ids.ids, count)
+        return update.sum_by_row(grads, x.bag_of().int(), x.weights, x.divisor, segments)
 
 
 class DeviceArithmetic:
@@ -141,6 +156,9 @@ class DeviceArithmetic:
             rows, index, sums.ids, None, sums.grads, self._rule, scalars, bases, self._dim,
             null_slot, store.frozen.bits, store.frozen.untrained, tables, sums.valid,
         )  # fmt: skip
+
+    def pooling(self, output_dtype: torch.dtype) -> DevicePooling:
+        return DevicePooling(output_dtype)
 
     def slots_of(self, work: DeviceWork, ids: Tensor) -> Tensor | None:
         return None
