@@ -66,8 +66,8 @@ SHAPES = (
     Shape("target row", MLPERF, 64, 8192, is_measured=False),
     Shape("target row, tables of at most 100,000 rows", capped(100_000), 64, 2048),
     # 4,096 unpooled lookups of a rank, of which about 3 % are of different rows.
-    Shape("sequences", (1_000_000,), 512, 4096, skew=1.78, is_measured=False),
-    Shape("sequences, 10,000 rows", (10_000,), 512, 4096, skew=1.78),
+    Shape("sequences", (1_000_000,), 512, 4096, skew=2.0, is_measured=False),
+    Shape("sequences, 10,000 rows", (10_000,), 512, 4096, skew=2.0),
 )
 
 

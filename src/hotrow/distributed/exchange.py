@@ -162,7 +162,7 @@ class Exchange:
         if op is Op.ROWS:
             return self._perform_rows(headers, task)
         if op is Op.GRADS:
-            return self._perform_grads(headers, doers, task)
+            return self._perform_grads(headers, task)
         if op is Op.READ:
             return self.reads.perform(headers, doers, task, channel)
         return self._perform_check(task)
@@ -294,6 +294,7 @@ class Exchange:
             vectors = self.ranks.exchange(rows, work.received, counts, self.ranks.training)
             work.vectors = work.group.vectors_in_order(work.route, vectors)
             work.version = version
+        self._foreign.pop(serial - _KEPT, None)
         self._fetched.append(shared)
         if len(self._fetched) > _KEPT:
             oldest = self._fetched.popleft()
@@ -333,7 +334,7 @@ class Exchange:
             return x.work.serial, x.work.route
         return _OTHER_ROWS, self.groups[place].route(x.ids.cpu())
 
-    def _perform_grads(self, headers: Headers, doers: list[bool], task: Any) -> None:
+    def _perform_grads(self, headers: Headers, task: Any) -> None:
         self._steps += 1
         grads: dict[int, Grads] = {}
         ways: dict[int, tuple[int, Route]] = {}
