@@ -27,7 +27,7 @@ def use_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Disk]], None]:
     """Lets checkpoints and models be written to another kind of disk."""
 
     def use(kind: type[Disk]) -> None:
-        for module in ("saving", "model"):
+        for module in ("writing", "model"):
             monkeypatch.setattr(f"hotrow.checkpoint.{module}.Disk", kind)
 
     return use

@@ -491,6 +491,6 @@ def test_a_newer_format_is_refused_and_a_missing_parent_named(tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"has rows of its parent alone, and .* is no checkpoint"):
         loop.load(child)
     manifest = json.loads((child / "checkpoint.json").read_text())
-    (child / "checkpoint.json").write_text(json.dumps(manifest | {"format": 2}))
-    with pytest.raises(ValueError, match=r"newer hotrow: its format is 2, and this one reads 1"):
+    (child / "checkpoint.json").write_text(json.dumps(manifest | {"format": 3}))
+    with pytest.raises(ValueError, match=r"newer hotrow: its format is 3, and this one reads 2"):
         loop.load(child)

@@ -210,7 +210,7 @@ def test_a_damaged_file_is_named(
 
 Changes = dict[str, tuple[Callable[[dict[str, Any]], object], str]]
 WRONG: Changes = {
-    "newer": (lambda m: m.update(format=2), "a newer hotrow: its format is 2, and this one reads"),
+    "newer": (lambda m: m.update(format=3), "a newer hotrow: its format is 3, and this one reads"),
     "format": (lambda m: m.update(format="1"), "format must be a whole number"),
     "up": (lambda m: m["dense"].update(file="../model/dense.safetensors"), "no file inside"),
     "absolute": (lambda m: shard(m).update(file="/etc/passwd"), "no file inside the folder"),

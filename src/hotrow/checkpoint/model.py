@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-import torch
 from torch import Tensor, nn
 
 from hotrow.checkpoint.manifest import (
@@ -23,7 +24,15 @@ from hotrow.checkpoint.manifest import (
     read_model_manifest,
     to_json,
 )
-from hotrow.checkpoint.parts import dense_state, refuse_other, rows_apart, tables_of
+from hotrow.checkpoint.parts import (
+    TableRows,
+    collections_of,
+    dense_state,
+    load_dense,
+    refuse_other,
+    tables_of,
+)
+from hotrow.checkpoint.places import in_order
 from hotrow.checkpoint.tensors import (
     Section,
     ShardRows,
@@ -36,7 +45,9 @@ from hotrow.checkpoint.tensors import (
     spans,
     table_parts,
 )
-from hotrow.support.files import Disk, FileRecord, inside, why_wrong
+from hotrow.checkpoint.together import Team
+from hotrow.checkpoint.wrapped import plain_names, whole_tensors
+from hotrow.support.files import Disk, FileRecord, inside, make_folder, why_wrong
 from hotrow.support.progress import bytes_bar
 from hotrow.support.version import __version__
 
@@ -46,16 +57,30 @@ def save_model(folder: str | Path, model: nn.Module) -> None:
 
     Rows are streamed into shards of 256 MiB. The manifest is written last: a folder without it is
     no model. A failure removes what it has written. The state of optimizers is not saved.
+
+    Several ranks call this together, and each writes the rows that it owns.
     """
-    folder = Path(folder)
-    if (folder / MODEL_FILE).exists():
-        raise ValueError(
-            f"{folder} holds a model already, which is not replaced; save to another folder"
-        )
+    folder, team = Path(folder), Team(model)
+
+    def begin() -> str:
+        if team.is_first and (folder / MODEL_FILE).exists():
+            raise ValueError(
+                f"{folder} holds a model already, which is not replaced; save to another folder"
+            )
+        return ""
+
+    team.begin("save_model", begin)
     names: list[str] = []
     try:
-        _write(Disk(folder), names, model)
+        if team.ranks is not None:
+            team.do(lambda: _make(folder, team))
+            team.check_folder(folder)
+        _write(Disk(folder), names, model, team)
     except BaseException:
+        if MODEL_FILE in names:  # first: without it, what others have written is no model
+            (folder / MODEL_FILE).unlink(missing_ok=True)
+        if (folder / MODEL_FILE).exists():  # rank 0 wrote it, and died before it could say so
+            raise
         for name in names:
             (folder / name).unlink(missing_ok=True)
         for path in (folder / "rows", folder):
@@ -64,16 +89,44 @@ def save_model(folder: str | Path, model: nn.Module) -> None:
         raise
 
 
+def _make(folder: Path, team: Team) -> str:
+    if team.is_first:
+        make_folder(folder)
+    return ""
+
+
+def _flush(model: nn.Module) -> None:
+    for collection in collections_of(model).values():
+        collection.row_access.flush()
+
+
 def load_model(folder: str | Path, model: nn.Module) -> None:
     """Load weights that `save_model` has saved into a model of the same shape.
 
     Sizes, checksums, names and shapes are checked before any weight is replaced; a ValueError says
-    what is wrong. The state of optimizers stays as it is.
+    what is wrong. The state of optimizers stays as it is. Several ranks call this together; as many
+    as have saved it read their own rows alone.
     """
-    saved = SavedModel(folder)
-    saved.check(model)
-    saved.verify()
-    saved.load(model)
+    team = Team(model)
+    opened: list[SavedModel] = []
+
+    def check() -> str:
+        saved = SavedModel(folder)
+        saved.check(model)
+        saved.verify(model)
+        opened.append(saved)
+        return ""
+
+    def load() -> str:
+        if team.ranks is not None:  # the state of rows that all ranks have goes to their owners
+            _flush(model)
+        opened[0].load(model)
+        return ""
+
+    team.begin("load_model", check)
+    team.do(load)
+    for collection in collections_of(model).values():
+        collection.row_access.refresh()
 
 
 def bytes_of(model: nn.Module) -> int:
@@ -85,9 +138,10 @@ def bytes_of(model: nn.Module) -> int:
 # -- saving ----------------------------------------------------------------------------
 
 
-def _write(disk: Disk, names: list[str], model: nn.Module) -> None:
+def _write(disk: Disk, names: list[str], model: nn.Module, team: Team) -> None:
     """Write all files, the manifest last; their names are added to `names`."""
-    total, done = bytes_of(model), 0
+    tables, dense = tables_of(model), list[FileRecord]()
+    total, done = sum(4 * table.share.count * table.dim for table in tables.values()), 0
     with bytes_bar("saving the model") as advance:
 
         def counted(parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
@@ -101,28 +155,44 @@ def _write(disk: Disk, names: list[str], model: nn.Module) -> None:
             names.append(name)
             return disk.write(name, counted(parts))
 
-        dense, tables = write(DENSE, packed(dense_state(model))), tables_of(model)
-        shards: dict[str, list[ModelShard]] = {key: [] for key in tables}
-        for piece in cut_tables(tables, with_state=False):
-            shape = (piece.span, piece.width)
-            parts = table_parts(WEIGHTS, shape, _weights(piece), metadata=piece.metadata)
-            shards[piece.key].append(
-                ModelShard(**vars(write(piece.file, parts)), first=piece.first, rows=piece.span)
-            )
-        records = tuple(
-            ModelTable(key, table.rows, table.dim, tuple(shards[key]))
-            for key, table in tables.items()
-        )
-        manifest = ModelManifest(dense, records, made_by=f"hotrow {__version__}")
-        write(MODEL_FILE, [to_json(manifest)])
+        def write_own() -> str:
+            nonlocal total
+            if team.ranks is not None:  # rows that all ranks have are brought to their owners
+                _flush(model)
+            state = whole_tensors(dense_state(model))
+            total += sum(tensor.nbytes for tensor in state.values())
+            if team.is_first:
+                dense.append(write(DENSE, packed(state)))
+            shards: dict[str, list[dict[str, Any]]] = {key: [] for key in tables}
+            for piece in cut_tables(tables, with_state=False):
+                shape = (piece.span, piece.width)
+                parts = table_parts(WEIGHTS, shape, _weights(piece), metadata=piece.metadata)
+                file = vars(write(piece.file, parts))
+                shard = ModelShard(**file, first=piece.first, rows=piece.span, rank=piece.rank)
+                shards[piece.key].append(asdict(shard))
+            return json.dumps(shards)
+
+        def complete(by_rank: list[dict[str, list[Any]]]) -> str:
+            if not team.is_first:
+                return ""
+            records = []
+            for key, table in tables.items():
+                shards = (ModelShard(**shard) for shards in by_rank for shard in shards[key])
+                name = "" if team.ranks is None else table.name
+                records.append(ModelTable(key, table.rows, table.dim, tuple(shards), name))
+            made_by = f"hotrow {__version__}"
+            manifest = ModelManifest(dense[0], tuple(records), made_by, team.size)
+            write(MODEL_FILE, [to_json(manifest)])
+            return ""
+
+        by_rank = [json.loads(text) for text in team.do(write_own)]
+        team.do(lambda: complete(by_rank))
 
 
 def _weights(piece: ShardRows) -> Iterator[Tensor]:
-    table = piece.table
+    access = piece.table.collection.row_access
     for part in spans(piece.first, piece.last, rows_at_once(piece.width)):
-        rows = torch.arange(part.start, part.stop)
-        for _, weights in table.collection.weights_at(table.name, rows):
-            yield weights
+        yield from access.own_weights(piece.table.name, part.start, part.stop)
 
 
 # -- loading ---------------------------------------------------------------------------
@@ -146,10 +216,15 @@ class SavedModel:
         if wrong:
             raise ValueError(f"{wrong}; {OTHER_MODEL}")
 
-    def verify(self) -> None:
-        """Compare the checksums of all files and the shapes of shards; a ValueError says what is
-        wrong."""
-        files, done = self._manifest.files, 0
+    def verify(self, model: nn.Module | None = None) -> None:
+        """Compare the checksums of files and the shapes of shards; a ValueError says what is wrong.
+        `model`: what will be loaded, so that files of other ranks are left out."""
+        needed = {table.key: table.shards for table in self.tables}
+        if model is not None:
+            plain, into = plain_names(model), tables_of(model)
+            needed = {x.key: self._needed(x, into[plain(x.key)]) for x in self.tables}
+        shards = [shard for of_table in needed.values() for shard in of_table]
+        files, done = [self._manifest.dense, *shards], 0
         total = sum(file.bytes for file in files)
         with (
             bytes_bar("checking the model") as advance,
@@ -163,30 +238,39 @@ class SavedModel:
                 done += file.bytes
                 advance(done, total)
         for table in self.tables:
-            for shard in table.shards:
+            for shard in needed[table.key]:
                 with self._open(shard) as (_, sections):
                     self._weights(sections, shard, table)
 
+    def _needed(self, table: ModelTable, into: TableRows) -> tuple[ModelShard, ...]:
+        """Return the shards that may have rows of this rank."""
+        shares, here = self._manifest.shares(table), into.share
+        return tuple(shard for shard in table.shards if shares[shard.rank].meets(here))
+
     def check(self, model: nn.Module) -> None:
         """Compare names and shapes with a model's; a ValueError says what differs."""
-        saved = {table.key: [table.rows, table.dim] for table in self.tables}
+        plain = plain_names(model)
+        saved = {plain(table.key): [table.rows, table.dim] for table in self.tables}
         with self._open(self._manifest.dense) as (_, sections):
-            saved |= {name: list(section.shape) for name, section in sorted(sections.items())}
+            saved |= {
+                plain(name): list(section.shape) for name, section in sorted(sections.items())
+            }
         refuse_other(self.folder, saved, model)
 
     def load(self, model: nn.Module) -> None:
         """Replace all weights of a model that was checked."""
         done, total = 0, bytes_of(model)
         with bytes_bar("loading the model") as advance:
-            with rows_apart(model):
-                model.load_state_dict(self.dense)
-            tables = tables_of(model)
+            load_dense(model, self.dense)
+            plain, tables = plain_names(model), tables_of(model)
             for saved in self.tables:
-                into = tables[saved.key]
-                for first, piece in self.weights(saved.key):
-                    into.collection.load_weights(into.name, first, piece)
-                    done += 4 * piece.numel()
-                    advance(done, total)
+                into, shares = tables[plain(saved.key)], self._manifest.shares(saved)
+                for shard in self._needed(saved, into):
+                    for numbers, piece in self._pieces(saved, shard):
+                        rows = shares[shard.rank].rows_of(numbers)
+                        into.collection.row_access.load_weights_at(into.name, rows, piece)
+                        done += 4 * piece.numel()
+                        advance(min(done, total), total)
 
     @property
     def dense(self) -> dict[str, Tensor]:
@@ -198,10 +282,25 @@ class SavedModel:
         """Yield the rows of a table in pieces: (first row, [n, dim]). Only `verify()` finds shards
         that have changed."""
         table = next(table for table in self.tables if table.key == key)
+        shares = self._manifest.shares(table)
+        if len(shares) > 1:
+            parts = [self._of_rank(table, share.rank) for share in shares]
+            yield from in_order(shares, parts, table.dim, rows_at_once(table.dim))
+            return
         for shard in table.shards:
-            with self._open(shard) as (file, sections):
-                for first, rows in read_rows(file, self._weights(sections, shard, table)):
-                    yield shard.first + first, rows
+            for numbers, rows in self._pieces(table, shard):
+                yield numbers.start, rows
+
+    def _of_rank(self, table: ModelTable, rank: int) -> Iterator[Tensor]:
+        for shard in table.shards:
+            if shard.rank == rank:
+                yield from (rows for _, rows in self._pieces(table, shard))
+
+    def _pieces(self, table: ModelTable, shard: ModelShard) -> Iterator[tuple[slice, Tensor]]:
+        with self._open(shard) as (file, sections):
+            for place, rows in read_rows(file, self._weights(sections, shard, table)):
+                first = shard.first + place
+                yield slice(first, first + len(rows)), rows
 
     def _weights(
         self, sections: Mapping[str, Section], shard: ModelShard, table: ModelTable

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hotrow.checkpoint.places import Share
+from hotrow.checkpoint.wrapped import cut_like, plain_names
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.embedding.in_models import collections_in
 from hotrow.embedding.table_modules import TableModule
@@ -38,8 +40,14 @@ class TableRows:
     dim: int
 
     @property
+    def share(self) -> Share:
+        """Which of its rows are here."""
+        owners, rank = self.collection.row_access.owners_of(self.name) or (None, 0)
+        return Share(self.rows, owners, rank)
+
+    @property
     def stored(self) -> Tensor:
-        """All of its rows where they lie, with their state."""
+        """All of its rows that are here where they lie, with their state."""
         return self.collection.row_access.stored(self.name)
 
     @property
@@ -50,7 +58,8 @@ class TableRows:
 
 def collections_of(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
     """Return all collections of a model by name."""
-    return collections_in(model)
+    plain = plain_names(model)
+    return {plain(name): collection for name, collection in collections_in(model).items()}
 
 
 def tables_of(model: nn.Module) -> dict[str, TableRows]:
@@ -65,8 +74,9 @@ def tables_of(model: nn.Module) -> dict[str, TableRows]:
         if isinstance(module, TableModule):
             table = next(x for x in module.tables.tables if x.name == module.table)
             places[f"{name}.weight"] = (module.collection, table)
+    plain = plain_names(model)
     return {
-        name.lstrip("."): TableRows(
+        plain(name.lstrip(".")): TableRows(
             collection, table.name, table.num_embeddings, table.embedding_dim
         )
         for name, (collection, table) in places.items()
@@ -74,7 +84,9 @@ def tables_of(model: nn.Module) -> dict[str, TableRows]:
 
 
 def dense_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict without rows, which would not fit one."""
+    """Return the state dict without rows, which would not fit one. Tensors that are cut among ranks
+    are not whole."""
+    plain = plain_names(model)
     with rows_apart(model):
         state = model.state_dict()
     for name, value in state.items():
@@ -83,7 +95,19 @@ def dense_state(model: nn.Module) -> dict[str, Tensor]:
                 f"{name} has the type {type(value).__name__}, and only tensors are saved; take "
                 "it out of the module's extra state"
             )
-    return dict(state)
+    return {plain(name): value for name, value in state.items()}
+
+
+def load_dense(model: nn.Module, dense: Mapping[str, Tensor]) -> None:
+    """Load what `dense_state` returned, of this model or of one in other wrappers."""
+    plain = plain_names(model)
+    with rows_apart(model):
+        here = model.state_dict()
+        names = {plain(name): name for name in here}
+        state = {names.get(plain(name), name): value for name, value in dense.items()}
+        model.load_state_dict(
+            {name: cut_like(value, here.get(name)) for name, value in state.items()}
+        )
 
 
 def rows_apart(model: nn.Module) -> ExitStack:
@@ -124,6 +148,14 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> 
         {**then, **{key: now[key] for key in _FORMS if key in now}}
         for now, then in zip(before, state["param_groups"], strict=False)
     ]
+    params = [param for group in before for param in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    of_param = dict(zip(numbers, params, strict=False))
+    cut = {
+        number: {key: cut_like(value, of_param.get(number)) for key, value in of_number.items()}
+        for number, of_number in state["state"].items()
+    }
+    state = {**state, "state": cut}
     if len(groups) < len(before):
         raise ValueError(
             f"{len(before)} groups of parameters are trained; {len(groups)} were saved"

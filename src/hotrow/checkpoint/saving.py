@@ -8,14 +8,11 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import shutil
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -23,40 +20,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hotrow.checkpoint.folder import Lock, clean, next_name, number_of, put_in_place, saved_in
-from hotrow.checkpoint.manifest import (
-    CHECKPOINT_FILE,
-    DENSE,
-    STATE,
-    STATE_TENSORS,
-    CheckpointManifest,
-    CheckpointTable,
-    Parent,
-    read_manifest,
-    to_json,
-    with_checksum,
-)
+from hotrow.checkpoint.manifest import Parent
+from hotrow.checkpoint.own_state import digests_of, entries_of
 from hotrow.checkpoint.parts import collections_of, dense_state, pack, rows_apart, tables_of
+from hotrow.checkpoint.places import Where
 from hotrow.checkpoint.tensors import (
     RowSource,
     ShardRows,
-    Where,
+    by_table,
     cut_tables,
-    packed,
-    put,
     rows_at_once,
-    table_records,
     write_shard,
 )
+from hotrow.checkpoint.together import Team
+from hotrow.checkpoint.wrapped import whole_tensors
+from hotrow.checkpoint.writing import Prepared, Shards, State, changed_since, facts_of
+from hotrow.distributed.ranks import RankError
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.store.snapshot import Snapshot, Waits
-from hotrow.support.files import PARTIAL, Disk, make_durable, make_folder
+from hotrow.support.files import Disk
 from hotrow.support.messages import warn
 from hotrow.support.numbers import whole
 from hotrow.support.progress import bytes_bar
 from hotrow.support.random_states import random_states
 from hotrow.support.units import parse_bytes
-from hotrow.support.version import __version__
 
 LOG = "5%"  # of the bytes of rows
 _WRITERS = 4  # also where cores are fewer: some wait for the disk
@@ -137,46 +124,99 @@ def _begin(
     log: str | float | None,
 ) -> Save:
     """Begin a checkpoint; `log=None`: it is written when this returns."""
-    root, step = Path(folder), whole("step", step, least=0)
-    full_every = whole("full_every", full_every, least=1)
-    keep = None if keep is None else whole("keep", keep, least=1)
-    collections = list(collections_of(model).values())
-    _end_others(root, collections)
-    begun, save = perf_counter(), Save(step)
-    if log is not None:
-        total = sum(collection.bytes_total for collection in collections)
-        save.log_bytes = parse_bytes(log, total=max(10_000, total))
-        reasons = (collection.row_access.why_no_snapshot() for collection in collections)
-        save.why_at_once = next((why for why in reasons if why is not None), None)
-    tensors: dict[str, Tensor] = {}
-    state = json.dumps(pack(_state(model, parts, extra), tensors, "state")).encode()
-    dense = dense_state(model)
-    if save.why_at_once is None:  # training goes on and changes them
-        tensors, dense = _copies(tensors), _copies(dense)
-    make_folder(root)
-    lock = Lock(root)
+    root, begun = Path(folder), perf_counter()
+    collections, team = list(collections_of(model).values()), Team(model)
+    save, prepared = Save(0), Prepared(team, root, model)
+    entries: dict[str, Any] = {}
+
+    def begin() -> str:
+        save.step = prepared.step = whole("step", step, least=0)
+        prepared.full_every = whole("full_every", full_every, least=1)
+        prepared.keep = None if keep is None else whole("keep", keep, least=1)
+        _end_others(root, collections, team)
+        if log is not None:
+            total = sum(collection.bytes_total for collection in collections)
+            save.log_bytes = parse_bytes(log, total=max(10_000, total))
+            reasons = (collection.row_access.why_no_snapshot() for collection in collections)
+            save.why_at_once = next((why for why in reasons if why is not None), None)
+        _check_parts(parts)
+        if team.ranks is None:
+            return "{}"
+        options = {"step": step, "keep": keep, "full_every": full_every, "log": log}
+        return json.dumps({**options, **facts_of(model, parts)})
+
+    def collect() -> str:
+        state, dense = whole_tensors((_state(model, parts, extra), dense_state(model)))
+        if team.is_first:
+            prepared.state = _packed_state(state, dense)
+        if team.ranks is None:
+            return ""
+        entries.update(entries_of(state, dense))
+        since = changed_since(model)
+        return json.dumps({
+            "digests": digests_of(entries),
+            "why": save.why_at_once,
+            "since": None if since is None else asdict(since),
+            "has channel": team.ranks.saving is not None,
+        })  # fmt: skip
+
+    name = "save_checkpoint" if log is None else "begin_checkpoint"
+    team.check_equal(name, [json.loads(text) for text in team.begin(name, begin)])
+    told = team.do(collect)
+    since = changed_since(model)
+    if team.ranks is not None:
+        since = _agree(prepared, save, [json.loads(text) for text in told], entries)
+    if save.why_at_once is None:
+        prepared.state.copy()
     try:
-        clean(root, keep=None)
-        name = next_name(root, step)
-        since = _parent(root, model, name, full_every)
-        is_parent = full_every > 1 and since is None
-        for collection in collections:
-            access = collection.row_access
-            access.settle()
-            if is_parent:  # the rows of this moment are those that are written
-                access.changed_since = None
-                access.note_changes()
+        prepared.take_place(since)
+        team.do(lambda: _settle(prepared, save))
     except BaseException:
-        lock.release()
+        prepared.end_snapshots()
+        prepared.drop()
         raise
-    save._start(
-        _Prepared(root, lock, name, model, step, keep, since, is_parent, dense, state, tensors)
-    )
+    save._start(prepared)
     save.pause = perf_counter() - begun
     return save
 
 
-def _end_others(root: Path, collections: list[EmbeddingBagCollection]) -> None:
+def _agree(
+    prepared: Prepared, save: Save, told: list[Any], entries: dict[str, Any]
+) -> Parent | None:
+    """Let all ranks save alike: return the parent that they have in common, if any."""
+    team = prepared.team
+    assert team.ranks is not None
+    save.why_at_once = next((x["why"] for x in told if x["why"] is not None), None)
+    if not team.is_first:
+        first, mine = told[0]["digests"], told[team.rank]["digests"]
+        own = {key: value for key, value in entries.items() if mine[key] != first[key]}
+        prepared.state = State({}, b"", {})
+        if own:
+            packed_own = json.dumps(pack(own, prepared.state.tensors, "own"))
+            prepared.state.state = packed_own.encode()
+    # Opened by the thread that trains; anew after a save that lost a rank.
+    if save.why_at_once is None and not all(x["has channel"] for x in told):
+        team.ranks.open_saving()
+    since = told[0]["since"]
+    is_common = since is not None and all(x["since"] == since for x in told)
+    return Parent(**since) if is_common else None
+
+
+def _settle(prepared: Prepared, save: Save) -> str:
+    """Bring rows to rest, and take snapshots if they are to be read beside training."""
+    prepared.settle()
+    if save.why_at_once is None:
+        total = sum(collection.bytes_total for collection in prepared.collections)
+        for collection in prepared.collections:
+            part = save.log_bytes * collection.bytes_total // max(1, total)
+            snapshots = collection.row_access.take_snapshots(
+                part, only_changed=prepared.since is not None
+            )
+            save._waits += [snapshot.waits for snapshot in snapshots]
+    return ""
+
+
+def _end_others(root: Path, collections: list[EmbeddingBagCollection], team: Team) -> None:
     """Refuse collections that cannot be saved now; then wait for saves under way."""
     for collection in collections:
         # Otherwise rows and dense part would be of different steps.
@@ -189,6 +229,9 @@ def _end_others(root: Path, collections: list[EmbeddingBagCollection]) -> None:
         before, collection.row_access.being_saved = collection.row_access.being_saved, None
         _end(before)
     end_save_in(root)
+    if team.ranks is not None:  # threads that save share a channel, whatever they save
+        for other in list(being_saved):
+            end_save_in(other)
 
 
 class Save:
@@ -249,26 +292,19 @@ class Save:
         self.join()
         self.tell()  # there is no next save to do it
 
-    def _start(self, prepared: _Prepared) -> None:
+    def _start(self, prepared: Prepared) -> None:
         if self.why_at_once is not None:
-            self._path = prepared.write(self._write_stored)
+            self._path = prepared.write(self._write_stored, None)
             return
-        total = sum(collection.bytes_total for collection in prepared.collections)
         # A daemon, so that a program that has to leave at once can; any other waits for it.
         thread = threading.Thread(
             target=self._run, args=(prepared,), name="hotrow-checkpoint", daemon=True
         )
         try:
-            for collection in prepared.collections:
-                part = self.log_bytes * collection.bytes_total // max(1, total)
-                snapshots = collection.row_access.take_snapshots(
-                    part, only_changed=prepared.since is not None
-                )
-                self._waits += [snapshot.waits for snapshot in snapshots]
             thread.start()
         except BaseException:
             prepared.end_snapshots()
-            prepared.lock.release()
+            prepared.drop()
             raise
         self._thread = thread
         being_saved[prepared.root.resolve()] = self
@@ -276,18 +312,21 @@ class Save:
             collection.row_access.being_saved = self
         atexit.register(self._at_exit)
 
-    def _run(self, prepared: _Prepared) -> None:
+    def _run(self, prepared: Prepared) -> None:
         _lower_priority()
-        begun = perf_counter()
+        begun, ranks = perf_counter(), prepared.team.ranks
         try:
-            self._path = prepared.write(self._write_snapshots)
+            channel = None if ranks is None else ranks.saving
+            self._path = prepared.write(self._write_snapshots, channel)
         except BaseException as error:
             self.error = error
+            if ranks is not None and isinstance(error, RankError):
+                ranks.saving = None  # messages of this save may still be under way
         finally:
             prepared.end_snapshots()
             self.seconds = perf_counter() - begun
 
-    def _write_snapshots(self, prepared: _Prepared, disk: Disk) -> tuple[CheckpointTable, ...]:
+    def _write_snapshots(self, prepared: Prepared, disk: Disk) -> Shards:
         tables = tables_of(prepared.model)
         # Tables of one width have one snapshot, which is read in the order of its ids.
         pieces = sorted(
@@ -299,7 +338,7 @@ class Save:
             for piece in pieces
         ]
         prepared.end_snapshots()
-        return table_records(tables, written)
+        return by_table(written)
 
     def _check(self) -> None:
         if self._stop.is_set():
@@ -308,7 +347,7 @@ class Save:
                 why = "another part of the checkpoint was not written"
             raise InterruptedError(why)
 
-    def _write_stored(self, prepared: _Prepared, disk: Disk) -> tuple[CheckpointTable, ...]:
+    def _write_stored(self, prepared: Prepared, disk: Disk) -> Shards:
         """Write rows from where they lie, in several threads, while training stands still."""
         tables, only_changed = tables_of(prepared.model), prepared.since is not None
         total, done = sum(4 * table.stored.numel() for table in tables.values()), 0
@@ -328,7 +367,7 @@ class Save:
                 self._stop.set()
                 pool.shutdown(cancel_futures=True)
                 raise
-        return table_records(tables, written)
+        return by_table(written)
 
 
 def end_save_in(root: Path) -> None:
@@ -386,105 +425,16 @@ def _snapshot_source(piece: ShardRows) -> RowSource:
 # -- everything but rows ---------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """A checkpoint of which everything but rows is in memory."""
-
-    root: Path
-    lock: Lock  # of the root, until all is written
-    name: str
-    model: nn.Module
-    step: int
-    keep: int | None
-    since: Parent | None  # rows that have changed since then are written; None: all rows
-    is_parent: bool  # later ones hold the rows that have changed since this one
-    dense: dict[str, Tensor]
-    state: bytes
-    state_tensors: dict[str, Tensor]
-
-    @property
-    def collections(self) -> list[EmbeddingBagCollection]:
-        return list(collections_of(self.model).values())
-
-    def end_snapshots(self) -> None:
-        for collection in self.collections:
-            collection.row_access.end_snapshots()
-
-    def write(self, write_rows: Callable[[_Prepared, Disk], tuple[CheckpointTable, ...]]) -> Path:
-        """Write all files, and then give the folder its name."""
-        disk, path = Disk(self.root / (self.name + PARTIAL)), self.root / self.name
-        with ExitStack() as stack:
-            stack.callback(self.lock.release)
-            try:
-                (disk.folder / "rows").mkdir(parents=True)
-                # First: then training need not keep old rows any more.
-                manifest = self._write_files(disk, write_rows(self, disk))
-                put_in_place(disk, path)
-            except BaseException:
-                with suppress(OSError):
-                    path.rename(disk.folder)  # it had its name, and `latest` was not replaced
-                shutil.rmtree(disk.folder, ignore_errors=True)
-                raise
-            if self.is_parent:
-                parent = Parent(self.name, manifest.checksum)
-                for name, collection in collections_of(self.model).items():
-                    access = collection.row_access
-                    access.changed_since = (parent, name) if access.notes_changes else None
-            clean(self.root, self.keep)
-        return path
-
-    def _write_files(self, disk: Disk, tables: tuple[CheckpointTable, ...]) -> CheckpointManifest:
-        """Write all files but rows, the manifest last."""
-        manifest = CheckpointManifest(
-            step=self.step,
-            dense=put(disk, DENSE, packed(self.dense)),
-            state=put(disk, STATE, [self.state]),
-            state_tensors=put(disk, STATE_TENSORS, packed(self.state_tensors)),
-            tables=tables,
-            parent=self.since,
-            made_by=f"hotrow {__version__}",
-            saved=datetime.now(UTC).isoformat(timespec="seconds"),
-        )
-        manifest = with_checksum(manifest)
-        make_durable(disk.folder / "rows")
-        disk.write(CHECKPOINT_FILE, [to_json(manifest)])
-        return manifest
-
-
-def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-
-
-def _parent(root: Path, model: nn.Module, name: str, full_every: int) -> Parent | None:
-    """Return the checkpoint since which all collections know what has changed; None: save all.
-
-    It must hold the same tables, from the same collections under the same names.
-    """
-    named = collections_of(model)
-    changes = {name: collection.row_access.changed_since for name, collection in named.items()}
-    parents = {since[0] for since in changes.values() if since is not None}
-    parent: Parent | None = parents.pop() if len(parents) == 1 else None
-    if any(since != (parent, name) for name, since in changes.items()):
-        return None
-    if parent is None or root / parent.name not in saved_in(root):
-        return None
-    if number_of(name) - number_of(parent.name) >= full_every:
-        return None
-    with suppress(ValueError):  # damaged: nothing is to depend on it
-        manifest = read_manifest(root / parent.name)
-        same_tables = [table.key for table in manifest.tables] == list(tables_of(model))
-        if manifest.checksum == parent.checksum and same_tables:
-            return parent
-    return None
-
-
-def _state(model: nn.Module, parts: dict[str, Any], extra: Any) -> dict[str, Any]:
+def _check_parts(parts: dict[str, Any]) -> None:
     for name, part in parts.items():
         if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
             raise TypeError(
                 f"{name} has the type {type(part).__name__}, which has no state_dict() and "
                 "load_state_dict(); plain values go into extra="
             )
+
+
+def _state(model: nn.Module, parts: dict[str, Any], extra: Any) -> dict[str, Any]:
     rows = {name: each.optimizer.settings_dict() for name, each in collections_of(model).items()}
     with rows_apart(model):  # torch's optimizers may have the state of rows
         states = {name: part.state_dict() for name, part in parts.items()}
@@ -494,3 +444,8 @@ def _state(model: nn.Module, parts: dict[str, Any], extra: Any) -> dict[str, Any
         "random": random_states(),
         "extra": extra,
     }
+
+
+def _packed_state(state: dict[str, Any], dense: dict[str, Tensor]) -> State:
+    tensors: dict[str, Tensor] = {}
+    return State(dense, json.dumps(pack(state, tensors, "state")).encode(), tensors)

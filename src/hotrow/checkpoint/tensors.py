@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hotrow.checkpoint.manifest import IDS, OTHER_COPY, ROWS, CheckpointTable, Shard
 from hotrow.checkpoint.parts import TableRows
+from hotrow.checkpoint.places import Where
 from hotrow.support.files import BlockSums, Digest, Disk, FileRecord, make_durable
 
 # That are read or written at once. The system takes several times as long for writes of 16 MiB as
@@ -223,14 +224,13 @@ def row_not_finite(rows: Tensor) -> int | None:
 SHARD_BYTES = 256 << 20
 
 Bytes = Iterator[bytes | memoryview]
-Where = slice | Tensor  # rows of a table: all from one to another, or those of these numbers
 # Which rows have changed (None: all are written), how rows are read, and how many at once.
 RowSource = tuple[Tensor | None, Callable[[Where], Tensor], int]
 
 
 @dataclass(frozen=True)
 class ShardRows:
-    """Rows of a table that go into one shard."""
+    """Rows of a table that go into one shard, by their numbers at this rank."""
 
     table: TableRows
     key: str
@@ -238,6 +238,7 @@ class ShardRows:
     first: int
     span: int
     width: int  # numbers of a row
+    rank: int
 
     @property
     def last(self) -> int:
@@ -245,17 +246,18 @@ class ShardRows:
 
     @property
     def metadata(self) -> dict[str, str]:
-        return {"table": self.key, "first": str(self.first)}
+        return {"table": self.key, "first": str(self.first)}  # `first`: at the rank of the file
 
 
 def cut_tables(tables: Mapping[str, TableRows], *, with_state: bool) -> Iterator[ShardRows]:
-    """Cut all tables into shards; `with_state`: the state of rows goes with their weights."""
+    """Cut all rows that are here into shards; `with_state`: their state goes with their weights."""
     for number, (key, table) in enumerate(tables.items()):
         width = table.dim + (sum(table.state.values()) if with_state else 0)
-        most = max(1, SHARD_BYTES // (4 * width))
-        for place, first in enumerate(range(0, table.rows, most)):
-            file = f"rows/{number:03}-{place:05}.safetensors"
-            yield ShardRows(table, key, file, first, min(most, table.rows - first), width)
+        most, share = max(1, SHARD_BYTES // (4 * width)), table.share
+        whose = "" if share.owners is None else f"-{share.rank:05}"
+        for place, first in enumerate(range(0, share.count, most)):
+            file, span = f"rows/{number:03}{whose}-{place:05}", min(most, share.count - first)
+            yield ShardRows(table, key, f"{file}.safetensors", first, span, width, share.rank)
 
 
 def spans(first: int, last: int, most: int) -> Iterator[slice]:
@@ -311,7 +313,7 @@ def write_shard(
         ROWS, (count, piece.width), map(read, places), ids=ids, metadata=piece.metadata
     )
     file = put(disk, piece.file, _checked(parts, check), digest=BlockSums())
-    return Shard(file.file, file.bytes, file.sha256, piece.first, piece.span, count)
+    return Shard(file.file, file.bytes, file.sha256, piece.first, piece.span, count, piece.rank)
 
 
 def _checked(parts: Bytes, check: Callable[[], None]) -> Bytes:
@@ -320,18 +322,13 @@ def _checked(parts: Bytes, check: Callable[[], None]) -> Bytes:
         yield part
 
 
-def table_records(
-    tables: Mapping[str, TableRows], written: Iterable[tuple[ShardRows, Shard | None]]
-) -> tuple[CheckpointTable, ...]:
-    """Return the records of tables whose shards were written, those of a table in order."""
-    shards: dict[str, list[Shard]] = {key: [] for key in tables}
+def by_table(written: Iterable[tuple[ShardRows, Shard | None]]) -> dict[str, list[Shard]]:
+    """Return the shards that were written by the key of their table, those of a table in order."""
+    shards: dict[str, list[Shard]] = {}
     for piece, shard in written:
         if shard is not None:
-            shards[piece.key].append(shard)
-    return tuple(
-        CheckpointTable(key, table.rows, table.dim, table.state, tuple(shards[key]))
-        for key, table in tables.items()
-    )
+            shards.setdefault(piece.key, []).append(shard)
+    return shards
 
 
 @contextmanager

@@ -426,15 +426,11 @@ class Exchange:
 
     # -- agreement ---------------------------------------------------------------------
 
-    def check_equal(self, what: str, text: str) -> None:
-        """Raise on all ranks if they do not say the same."""
-        texts = self._run(Header(Op.CHECK, self.number), text)
-        for rank, other in enumerate(texts):
-            if other != texts[0]:
-                raise RankError(
-                    f"ranks call {what} with different arguments: rank 0 with {texts[0]}, rank "
-                    f"{rank} with {other}"
-                )
+    def meet(self, text: str) -> list[str]:
+        """Return what each rank says, where all of them call one method; "" of one that serves."""
+        self.settle_grads()
+        texts: list[str] = self._run(Header(Op.CHECK, self.number), text)
+        return texts
 
     def first_of(self, text: str) -> tuple[int, str] | None:
         """Return the first rank that says something, and what; None: all are silent."""

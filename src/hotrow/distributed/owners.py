@@ -75,6 +75,15 @@ class TableOwners:
         place = np.where(block < self._full, shard - self.first[rank], self._last_place[shard])
         return rank, block * width + place
 
+    @property
+    def blocks(self) -> int:
+        return -(-self.num_rows // SHARDS)
+
+    def first_of_block(self, rank: int, block: int) -> int:
+        """Return how many rows of a rank are in earlier blocks: they have smaller numbers there."""
+        width = int(self.first[rank + 1] - self.first[rank])
+        return min(block * width, int(self.counts[rank]))
+
     def rows_of(self, rank: int, numbers: np.ndarray) -> np.ndarray:
         """Return the rows of the whole table that have these numbers at a rank."""
         first, end = self.first[rank], self.first[rank + 1]

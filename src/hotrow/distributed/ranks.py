@@ -127,6 +127,8 @@ class Ranks:
         backend = "nccl" if is_nccl else "gloo"
         self.training = Channel(self.members, timeout, backend)
         self.aside = Channel(self.members, timeout, backend)  # another thread that reads
+        self.saving: Channel | None = None  # a thread that saves; see `open_saving`
+        self._timeout = timeout
         self._width = _WIDTH
         self._collections: list[weakref.ref[Any]] = []
 
@@ -199,6 +201,10 @@ class Ranks:
                 f"rank {self.rank} of {self.size} lost the others: another rank has ended, or did "
                 f"not answer in time; its own error says why. torch says: {_first_line(error)}"
             ) from error
+
+    def open_saving(self) -> None:
+        """Open a channel for a thread that saves beside training; all ranks call this together."""
+        self.saving = Channel(self.members, self._timeout, "gloo")
 
     def is_same(self, number: int, channel: Channel) -> bool:
         """Whether all ranks give the same number."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotrow.distributed.owners import TableOwners
 from hotrow.embedding.arguments import row_numbers
 from hotrow.embedding.pipeline import Pipeline
 from hotrow.embedding.row_groups import Group, RowGroups
@@ -141,7 +142,11 @@ class RowAccess:
                 f"table {table!r} has {size:,} rows of {group.dim} weights; "
                 f"{list(weights.shape)} from row {first:,} on do not fit"
             )
-        self._load(table, first, weights, slice(0, group.dim))
+        self.load_weights_at(table, torch.arange(len(weights)) + first, weights)
+
+    def load_weights_at(self, table: str, rows: Tensor, weights: Tensor) -> None:
+        """Replace the weights of some rows, each given once; their state stays."""
+        self._load(table, rows, weights, slice(0, self._rows.find(table)[0].dim))
 
     def note_step(self) -> None:
         """Note that rows were updated where the host did not launch it."""
@@ -152,16 +157,16 @@ class RowAccess:
         self._rows.is_fresh = False
         self._rows.version += 1
 
-    def _load(self, table: str, first: int, values: Tensor, columns: slice) -> None:
+    def _load(self, table: str, numbers: Tensor, values: Tensor, columns: slice) -> None:
         with self._rows.lock.writing():
             self._rows.is_fresh = False
             self._rows.version += 1
             for chunk in torch.arange(len(values)).split(_chunk_of(self._rows.find(table)[0])):
-                group, mine, ids = self._rows.ids_of(table, chunk + first)
+                group, mine, ids = self._rows.ids_of(table, numbers[chunk])
                 rows = group.gather(ids, out=torch.empty(ids.numel(), group.width))
                 rows[:, columns] = values[chunk if mine is None else chunk[mine]].detach().to(rows)
                 group.scatter(ids, rows)
-                copies = self._rows.replicas_of(table, chunk + first)
+                copies = self._rows.replicas_of(table, numbers[chunk])
                 if copies is not None:
                     group, here, ids = copies
                     rows = group.gather(ids, out=torch.empty(ids.numel(), group.width))
@@ -215,7 +220,7 @@ class RowAccess:
 
     def load_state(self, table: str, state: Mapping[str, Tensor]) -> None:
         for name, columns in self._rows.find(table)[0].state.items():
-            self._load(table, 0, state[name], columns)
+            self._load(table, torch.arange(len(state[name])), state[name], columns)
 
     # -- the store ---------------------------------------------------------------------
 
@@ -229,20 +234,57 @@ class RowAccess:
         self._rows.wait_for_device()
 
     def stored(self, table: str) -> Tensor:
-        """Return all rows of a table with their state where they lie, [rows, dim + state].
+        """Return all rows of a table that are here, with their state, where they lie:
+        [rows, dim + state].
 
         After `settle()` they are the newest ones, until the next step.
         """
-        group, base, size = self._rows.find(table)
-        return group.store.rows[base : base + size]
+        group, base, _ = self._rows.find(table)
+        return group.store.rows[base : base + self.count(table)]
+
+    def count(self, table: str) -> int:
+        """Return how many rows of a table are here: of several ranks each has its own."""
+        shared = self.owners_of(table)
+        return self._rows.size_of(table) if shared is None else int(shared[0].counts[shared[1]])
+
+    def owners_of(self, table: str) -> tuple[TableOwners, int] | None:
+        """Return which rank has which rows of a table, and this rank; None: all are here."""
+        exchange, group = self._rows.exchange, self._rows.find(table)[0]
+        if exchange is None:
+            return None
+        owners = self._rows.lookup_groups[self._rows.groups.index(group)].owners
+        place = [x.name for x in owners.layout.tables].index(table)
+        return owners.tables[place], exchange.ranks.rank
+
+    def own_weights(self, table: str, first: int, last: int) -> Iterator[Tensor]:
+        """Yield the weights of rows that are here, by their numbers here, in chunks."""
+        group, base, _ = self._rows.find(table)
+        for chunk in torch.arange(base + first, base + last).split(_chunk_of(group)):
+            with self._rows.reading():
+                rows = group.gather(chunk, out=torch.empty(len(chunk), group.width))
+            yield rows[:, : group.dim].clone()
+
+    def meet(self, text: str) -> list[str]:
+        """Return what each rank says; all of them call this."""
+        exchange = self._rows.exchange
+        return [text] if exchange is None else exchange.meet(text)
+
+    def refresh(self) -> None:
+        """Read the rows that every rank has from their owners again. All ranks do this."""
+        with self._rows.lock.writing():
+            self._rows.refresh_replicas()
+
+    def check_replacing(self) -> None:
+        """Raise where `replacing` would: several ranks have to know before they begin."""
+        self._pipeline.refuse_if_running("replacing rows")
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
         """Inside, what is written to `stored(table)` replaces rows with their state.
 
-        No `hotrow.ahead` may be running.
+        No `hotrow.ahead` may be running. Several ranks do this together.
         """
-        self._pipeline.refuse_if_running("replacing rows")
+        self.check_replacing()
         if self.being_saved is not None:
             self.being_saved.join()
         with self._rows.lock.writing():
@@ -264,7 +306,10 @@ class RowAccess:
 
     def why_no_snapshot(self) -> str | None:
         """Return why rows cannot be read as they were while training goes on; None: they can."""
-        reasons = (group.store.why_no_snapshot for group in self._rows.every_group)
+        # Replicas are written back to their owners before.
+        inactive = self._rows.inactive
+        groups = [*self._rows.owned_groups, *([] if inactive is None else inactive.groups)]
+        reasons = (group.store.why_no_snapshot for group in groups)
         return next((reason for reason in reasons if reason is not None), None)
 
     def take_snapshots(self, log_bytes: int, *, only_changed: bool) -> list[Snapshot]:
@@ -273,7 +318,7 @@ class RowAccess:
         Rows that are replaced before they are read go to logs of `log_bytes` in all.
         """
         snapshots = []
-        groups = self._rows.groups
+        groups = self._rows.owned_groups
         bytes_total = sum(group.store.rows.nbytes for group in groups)
         for group in groups:
             store, changed = group.store, group.store.changed

@@ -364,7 +364,10 @@ class RowGroups:
         for shared in self.lookup_groups:
             if getattr(shared, "replicas", None) is not None:
                 replicas = torch.arange(len(shared.replicated))
-                owners, numbers = shared.owners.find(shared.replicated)
+                changed = shared.replicas.store.changed
+                if changed is not None:  # the others are as they were when changes began to count
+                    replicas = changed.between(0, len(replicas))
+                owners, numbers = shared.owners.find(shared.replicated[replicas])
                 assert self.exchange is not None
                 mine = owners == self.exchange.ranks.rank
                 rows = torch.empty(int(mine.sum()), shared.width)
