@@ -386,10 +386,8 @@ class Exchange:
     ) -> OwnGrads:
         """Return the gradients of replicated rows, of which every rank gets those of all ranks."""
         group, size = self.groups[place], self.ranks.size
-        ids, sums = (
-            torch.empty(0, dtype=torch.int64),
-            torch.empty(0, group.dim, device=group.device),
-        )
+        ids = torch.empty(0, dtype=torch.int64)
+        sums = torch.empty(0, group.dim, device=group.device)
         if grads is not None and route is not None and route.here is not None:
             assert route.replicas is not None
             ids, sums = route.replicas, grads.sums[route.here.to(group.device)] / size

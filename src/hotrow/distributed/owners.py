@@ -20,12 +20,14 @@ from torch import Tensor
 
 from hotrow.engine.profile import Counts
 from hotrow.inputs.tables import (
+    Copied,
     EmbeddingBagConfig,
     Feature,
     FeatureNumbers,
     Init,
     WidthGroup,
 )
+from hotrow.store.init_fn import check_init_fn
 from hotrow.store.ram import start_of_rows
 from hotrow.support.hashing import mixed
 
@@ -197,6 +199,11 @@ class OwnedStart:
     rank: int
     seed: int
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether rows are those of a tensor, that of padding as well."""
+        return isinstance(self.start, Copied)
+
     def __call__(self, numbers: Tensor) -> Tensor:
         if not self.owners.counts[self.rank]:
             return torch.zeros(len(numbers), self.dim)
@@ -207,6 +214,7 @@ class OwnedStart:
 def _owned_table(
     table: EmbeddingBagConfig, owners: TableOwners, rank: int, seed: int
 ) -> EmbeddingBagConfig:
+    check_init_fn(table)
     padding = table.padding_idx
     if padding is not None:
         owner, number = owners.find(np.array([padding]))

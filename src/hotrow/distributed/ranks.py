@@ -307,6 +307,13 @@ def _timeout_of(group: dist.ProcessGroup) -> Any:
 _known: weakref.WeakKeyDictionary[Any, dict[str, Ranks]] = weakref.WeakKeyDictionary()
 
 
+def count_ranks(group: Any = None) -> int:
+    """Return how many ranks a process group has; opens none, so one rank may ask alone."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 1
+    return dist.get_world_size(group)
+
+
 def ranks_of(group: Any, device: torch.device) -> Ranks | None:
     """Return the ranks that share rows; None: this process has them alone.
 

@@ -64,14 +64,16 @@ class Reads:
             pooled.append(group.pooling.pool(part, here, x))
         return pooled
 
-    def rows(self, place: int, ids: Tensor, *, of_owners: bool = False) -> Tensor:
+    def rows(
+        self, place: int, ids: Tensor, *, aside: bool = False, of_owners: bool = False
+    ) -> Tensor:
         """Return rows of one width with their state, in the order of ids, which are given once and
         ascend. `of_owners`: not from replicas."""
         groups, none = self._wire.groups, torch.empty(0, dtype=torch.int64)
         every = [ids if number == place else none for number in range(len(groups))]
         pairs = list(zip(groups, every, strict=True))
         routes = [x.owners.route(y) if of_owners else x.route(y) for x, y in pairs]
-        return self._read(_Wanted(routes, _WHOLE_ROWS), aside=False)[place][:-1]
+        return self._read(_Wanted(routes, _WHOLE_ROWS), aside=aside)[place][:-1]
 
     def _read(self, wanted: _Wanted, *, aside: bool) -> list[Tensor]:
         channel = self._wire.ranks.aside if aside else self._wire.ranks.training

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from hotrow.distributed.ranks import RankError, Ranks
-from hotrow.inputs.tables import EmbeddingBagConfig
+from hotrow.inputs.tables import Copied, EmbeddingBagConfig
 from hotrow.kernels.rules import RowRule
 
 UPDATES = ("backward", "step")
@@ -67,16 +69,19 @@ def check_arguments(
             raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
 
 
-def drawn_seed(ranks: Ranks | None = None) -> int:
-    """Draw a seed from torch's default generator, as nn.Embedding draws its weights; on several
-    ranks the first one's holds."""
-    seed = int(torch.randint(2**63 - 1, (), device="cpu"))
+def drawn_seed() -> int:
+    """Draw a seed from torch's default generator, as nn.Embedding draws its weights."""
+    return int(torch.randint(2**63 - 1, (), device="cpu"))
+
+
+def first_seed(ranks: Ranks | None, seed: int) -> int:
+    """Return the seed that the first of several ranks has drawn."""
     return seed if ranks is None else int(ranks.compared(str(seed))[0])
 
 
 def check_alike(ranks: Ranks, facts: Mapping[str, object]) -> None:
     """Raise on all ranks if they build different collections."""
-    mine = {name: str(value) for name, value in facts.items()}
+    mine = {name: described(value) for name, value in facts.items()}
     every = [json.loads(text) for text in ranks.compared(json.dumps(mine))]
     for rank, other in enumerate(every):
         for name in mine:
@@ -85,6 +90,30 @@ def check_alike(ranks: Ranks, facts: Mapping[str, object]) -> None:
                     f"ranks build different collections: {name} is {every[0][name]} on rank 0 and "
                     f"{other[name]} on rank {rank}"
                 )
+
+
+def described(value: object) -> str:
+    """Return a text that is the same in every process, without addresses."""
+    if isinstance(value, EmbeddingBagConfig):
+        parts = [f"{x.name}={described(getattr(value, x.name))}" for x in fields(value) if x.repr]
+        return f"{type(value).__name__}({', '.join(parts)})"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(described, value))})"
+    if isinstance(value, Copied):
+        return f"weights with checksum {', '.join(_checksum(x) for x in value.held)}"
+    if isinstance(value, partial):
+        return f"partial of {described(value.func)}"
+    if callable(value) and not is_dataclass(value):
+        name = getattr(value, "__qualname__", type(value).__qualname__)
+        return f"{getattr(value, '__module__', '')}.{name}"
+    return str(value)
+
+
+def _checksum(weights: Tensor) -> str:
+    """Return a number that differs for other weights; fast, as tables are large."""
+    words = weights.detach().to("cpu", torch.float32).contiguous().view(torch.int32)
+    rows = words.sum(1, dtype=torch.int64)
+    return f"{int((rows * (torch.arange(len(rows)) % 1021 + 1)).sum()) % 2**64:016x}"
 
 
 def read_device(device: str | torch.device) -> torch.device:
@@ -138,10 +167,20 @@ def row_numbers(table: str, rows: Tensor, size: int) -> Tensor:
     return rows.long()
 
 
-def refuse_replicas(exchange: object = None) -> None:
-    """Raise in a process group of several ranks, unless they exchange rows."""
+def refuse_state_dict(weights: str = "weights(table)") -> NoReturn:
+    """Refuse to gather the rows of all ranks on each of them."""
+    raise RuntimeError(
+        "state_dict() would need the rows of all ranks on each of them: use "
+        "hotrow.save_checkpoint, which every rank calls, or iterate on every rank over "
+        f"{weights[:-1]}{', ' * (not weights.endswith('()'))}dst=0)"
+    )
+
+
+def refuse_replicas(is_meant: bool = False) -> None:
+    """Raise in a process group of several ranks, unless they exchange rows, or each rank is meant
+    to have rows of its own."""
     distributed = torch.distributed
-    if exchange is None and distributed.is_available() and distributed.is_initialized():
+    if not is_meant and distributed.is_available() and distributed.is_initialized():
         size = distributed.get_world_size()
         if size > 1:
             raise RuntimeError(

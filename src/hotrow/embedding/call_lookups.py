@@ -80,11 +80,14 @@ class CallLookups:
 
     def read(self, call: Call) -> Tensor:
         """Return the vectors of bags as of one finished step; change no map, hold or counter."""
-        thread, lock = self._pipeline.thread, self._rows.lock
+        thread = self._pipeline.thread
         call.check_offsets()
-        with lock.turn(call.ids.numel(), beside_training=thread.is_elsewhere), torch.no_grad():
+        turn = self._rows.turn(call.ids.numel(), beside_training=thread.is_elsewhere)
+        with turn, torch.no_grad():
             batch = JoinedCalls([call]).as_batch(self._columns)
-            return self._rows.read_table(call.table, lambda x: lookups_of(batch, x.layout))
+            return self._rows.read_table(
+                call.table, lambda x: lookups_of(batch, x.layout), aside=thread.is_elsewhere
+            )
 
     def look_up(self, call: Call) -> Tensor:
         """Return the vectors of bags, whose rows the backward pass will train."""

@@ -24,7 +24,9 @@ from hotrow.embedding.arguments import (
     check_alike,
     check_arguments,
     drawn_seed,
+    first_seed,
     listed_tables,
+    refuse_state_dict,
     usable_device,
 )
 from hotrow.embedding.call_lookups import CallLookups
@@ -124,7 +126,7 @@ class EmbeddingBagCollection(TorchSurface):
         dense_steps.watch()
         self.device = usable_device(device)
         self.ranks = ranks_of(process_group, self.device)
-        self.seed = drawn_seed(self.ranks) if seed is None else plain(seed)
+        self.seed = drawn_seed() if seed is None else plain(seed)
         check_arguments(self.seed, optimizer, on_nonfinite, output_dtype, fill, update, idle)
         self.tables, self.update = listed_tables(tables), update
         self._is_weighted = is_weighted
@@ -134,7 +136,9 @@ class EmbeddingBagCollection(TorchSurface):
             settings = (self.update, idle, on_nonfinite, output_dtype, is_weighted, replicate)
             facts: dict[str, object] = {"hotrow": __version__, "torch": torch.__version__}
             facts |= {"tables": self.tables, "optimizer": optimizer, "strategy": chosen.name}
-            check_alike(self.ranks, {**facts, "seed": self.seed, "settings": settings})
+            facts["seed"] = "drawn" if seed is None else self.seed
+            check_alike(self.ranks, {**facts, "settings": settings})
+            self.seed = first_seed(self.ranks, self.seed)
         if chosen.on_cpu_alone and self.device.type != "cpu":
             raise ValueError(
                 f"strategy {chosen.name!r} trains on the CPU alone; give device='cpu', or "
@@ -167,8 +171,7 @@ class EmbeddingBagCollection(TorchSurface):
             lanes=self.lanes, lock=self.lock, seed=self.seed, output_dtype=output_dtype, fill=fill,
             ranks=self.ranks, replicate=parse_bytes(replicate) if replicate else 0,
         )  # fmt: skip
-        if self.ranks is not None:
-            self._rows.share(self.ranks)
+        self._rows.share(self.ranks, process_group)
         self._step = PendingStep(self._rows, on_nonfinite, self._thread)
         self.pipeline = Pipeline(self._rows, self._step, self._thread, self.features)
         self.pipeline.is_weighted = is_weighted
@@ -253,7 +256,7 @@ class EmbeddingBagCollection(TorchSurface):
         are of one finished step."""
         if torch.is_grad_enabled() and not self._thread.is_elsewhere:
             self._evaluations.note(warns=self.requires_grad)
-        turn = self.lock.turn(count_ids(features), beside_training=self._thread.is_elsewhere)
+        turn = self._rows.turn(count_ids(features), beside_training=self._thread.is_elsewhere)
         with turn, torch.no_grad():
             batch = parse(features, self.features, self.device)
             layouts = [group.layout for group in self._rows.lookup_groups]
@@ -432,11 +435,7 @@ class EmbeddingBagCollection(TorchSurface):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if self.ranks is not None and not self.row_access.is_apart:
-            raise RuntimeError(
-                f"state_dict() would need all rows of {self.ranks.size} ranks on one of them: use "
-                "hotrow.save_checkpoint, which every rank calls, or iterate on every rank over "
-                "embedding.weights(table, dst=0)"
-            )
+            refuse_state_dict()
         with self._rows.reading():  # all of one finished step
             for table in () if self.row_access.is_apart else self.tables:
                 weights = self.row_access.copy_weights(table.name)

@@ -17,7 +17,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from hotrow.embedding.arguments import drawn_seed, usable_device
+from hotrow.distributed.ranks import count_ranks, ranks_of
+from hotrow.embedding.arguments import drawn_seed, first_seed, usable_device
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.embedding.id_sources import IdSources
 from hotrow.embedding.optimizer import RowOptimizer
@@ -68,6 +69,7 @@ class ModuleTables:
         self._weights, self._rule, self._idle = dict(weights), optimizer, idle
         self._zero_rows = dict(zero_rows or {})
         self._options = {**options, "seed": drawn_seed() if seed is None else seed}
+        self._draws_seed = seed is None
         self.stand_ins = StandIns([table.name for table in tables], self.device)
         self.stand_ins.wait_for(self._when_asked())
         self._built: EmbeddingBagCollection | None = None
@@ -157,6 +159,9 @@ class ModuleTables:
 
     def _collection_of(self, copied: Mapping[str, Copied]) -> EmbeddingBagCollection:
         options = dict(self._options)
+        ranks = ranks_of(options.get("process_group"), self.device)
+        if self._draws_seed:
+            options["seed"] = first_seed(ranks, options["seed"])
         rule = self._rule or known_rule(self.stand_ins, self._idle)
         if "strategy" not in options and rule is not None and self._all_fit(rule):
             options["strategy"] = "all-fast"
@@ -272,6 +277,13 @@ class ModuleTables:
                 kept[first : first + len(weights)] = weights.to(kept)
         else:
             self.collection.load_weights(table, first, weights)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks have, or will have, the rows."""
+        if self._built is not None:
+            return self._built.ranks is not None
+        return count_ranks(self._options.get("process_group")) > 1
 
     @property
     def is_apart(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotrow.embedding.arguments import refuse_state_dict
 from hotrow.inputs.tables import EmbeddingBagConfig
 from hotrow.kernels.rules import RowRule, Scalars
 from hotrow.support.messages import warn
@@ -177,6 +178,8 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return settings, steps, and a copy of all row state; `rows()` streams large tables."""
+        if self.rows.is_shared:
+            refuse_state_dict("rows(table)")
         settings = self.settings_dict()
         state = {
             name: {"step": step, **self.rows.copy_state(name)}

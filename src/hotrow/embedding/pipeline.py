@@ -29,6 +29,7 @@ from hotrow.engine.work import Work
 from hotrow.inputs.batch import (
     Batch,
     compared,
+    count_ids,
     elsewhere,
     identity,
     parse,
@@ -94,6 +95,54 @@ class PlannedBatch:
         return all(work.reads_like(planned) for work, planned in pairs)
 
 
+def _is_same_empty(tensors: tuple[Tensor, ...], planned: PlannedBatch) -> bool:
+    """Whether the tensors of a batch without ids look as those of a planned one."""
+    if len(tensors) != len(planned.compared):
+        return False
+    return all(
+        (x.shape, x.data_ptr()) == (y.shape, y.data_ptr())
+        # A part of larger memory has its version, which changes when a loader fills that again.
+        and (x._version == version or (not x.numel() and x.untyped_storage().nbytes() > 0))
+        for x, y, version in zip(tensors, planned.compared, planned.versions, strict=True)
+    )
+
+
+def _known(
+    features: Any, known: deque[PlannedBatch], unseen: PlannedBatch | None, *, shared: bool
+) -> PlannedBatch | None:
+    """Return the planned batch that is looked up; `unseen`: the newest, until it was found;
+    `shared`: several ranks look it up, and all find it or none."""
+    if not known:
+        return None
+    try:
+        tensors = compared(features)
+        wanted = identity(features, tensors, versions_of(tensors))
+    except (AttributeError, IndexError, TypeError):
+        return None  # not ids at all; parsing raises an error with the reason
+    # The newest first: a loader may return the same tensors again.
+    planned = next((x for x in reversed(known) if x.identity == wanted), None)
+    if shared and not count_ids(features):
+        planned = _find_empty(tensors, known, unseen)
+    return planned if planned is not None and planned.is_as_read else None
+
+
+def _find_empty(
+    tensors: tuple[Tensor, ...], known: deque[PlannedBatch], unseen: PlannedBatch | None
+) -> PlannedBatch | None:
+    """Return the planned batch that is looked up, of those without ids.
+
+    Memory does not tell them apart if none has any. Other ranks have ids, and know which batch it
+    is or plan another one; this rank must not take one for the other."""
+    recomputes = torch._C._current_graph_task_id() != -1
+    same = [x for x in reversed(known) if _is_same_empty(tensors, x)]
+    for planned in same:
+        pairs = zip(tensors, planned.compared, strict=True)
+        if any(x.numel() for x in tensors) or all(x is y for x, y in pairs):
+            return planned
+    newest = next(iter(same), None)
+    return newest if recomputes or newest is unseen else None
+
+
 class Pipeline:
     """Plans the batches of a collection, and keeps the newest ones until they are looked up."""
 
@@ -114,6 +163,7 @@ class Pipeline:
         self.is_weighted: bool | None = None  # None: weights are used where a batch has them
         self.iterator: Callable[[], Any] | None = None  # a weak reference to the running one
         self._warned = False
+        self._unseen: PlannedBatch | None = None  # the newest, until it is looked up
         self.is_learning = False  # the batch was not planned, on purpose
 
     # -- batches -----------------------------------------------------------------------
@@ -207,15 +257,14 @@ class Pipeline:
     def part(self, planned: PlannedBatch, features: Any, first: int) -> PlannedBatch:
         """Return the samples of a planned batch from `first` on; `features` are their ids."""
         part = parse(features, self._features, self._rows.device)
-        works = [
-            work.group.planning.part(work, planned.batch, part, first) for work in planned.works
-        ]
+        works = [x.group.planning.part(x, planned.batch, part, first) for x in planned.works]
         tensors = compared(features)
         return PlannedBatch(features, tensors, versions_of(tensors), part, tuple(works))
 
     def arrive(self, planned: PlannedBatch, number: int | None = None) -> None:
         """Let `forward` find a batch; `number` is its position in the pass."""
         self.planned.append(planned)
+        self._unseen = planned
         if number is not None:
             for work in planned.works:
                 work.group.planning.note_number(work, number)
@@ -237,32 +286,24 @@ class Pipeline:
         return self._find(features) or self._plan_now(features)
 
     def _find(self, features: Any) -> PlannedBatch | None:
-        if not self.planned:
-            return None
-        try:
-            tensors = compared(features)
-            wanted = identity(features, tensors, versions_of(tensors))
-        except (AttributeError, IndexError, TypeError):
-            return None  # not ids at all; parsing raises an error with the reason
-        # The newest first: a loader may return the same tensors again.
-        planned = next((x for x in reversed(self.planned) if x.identity == wanted), None)
-        if planned is None or not planned.is_as_read:
-            return None
-        for work in planned.works:
-            work.group.planning.compare(work)
+        planned = _known(features, self.planned, self._unseen, shared=self._rows.is_shared)
+        if planned is not None:
+            self._unseen = None
+            for work in planned.works:
+                work.group.planning.compare(work)
         return planned
 
     def plan_call(self, call: JoinedCalls, group: Group, *, is_first: bool) -> PlannedBatch:
         """Plan what a module looks up in a group, or let it take the direct path: while batches
         are planned, and the first time, when slots are not allocated."""
-        refuse_replicas(self._rows.exchange)
+        refuse_replicas(self._rows.is_shared or self._rows.is_alone)
         planned = self.prepare(call, self._rows.device, only=group)
         self._start(planned, direct=is_first or self.finish_abandoned() is not None)
         return planned
 
     def _plan_now(self, features: Any) -> PlannedBatch:
         """Plan ids that were not announced, or read them directly while others are planned."""
-        refuse_replicas(self._rows.exchange)
+        refuse_replicas(self._rows.is_shared or self._rows.is_alone)
         exchange = self._rows.exchange
         planned = self._checked(features, self._rows.device)
         # The model may have built the same ids anew; a loop may have taken several batches.
@@ -338,7 +379,7 @@ class Pipeline:
                 "each other's rows. For validation inside its loop call the model directly, "
                 "without ahead; else finish the first one's loop, or call its close()"
             )
-        refuse_replicas(self._rows.exchange)
+        refuse_replicas(self._rows.is_shared or self._rows.is_alone)
         self.thread.iterate()
         for group in self._rows.every_group:
             group.planning.take_changed()  # of a pass that ended with an error

@@ -30,7 +30,7 @@ class RowAccess:
     """Reads and replaces rows with their optimizer state, wherever they are."""
 
     def __init__(self, rows: RowGroups, pipeline: Pipeline) -> None:
-        self._rows, self._pipeline = rows, pipeline
+        self._rows, self._pipeline, self.is_shared = rows, pipeline, rows.is_shared
         # The checkpoint that called `note_changes`, and the collection's name in its model.
         self.changed_since: tuple[Any, str] | None = None
         self.being_saved: Any = None  # the job that reads the snapshots; `join()` waits for it
@@ -121,14 +121,13 @@ class RowAccess:
         """Return rows of a table with their state, each listed once, as of one finished step."""
         exchange = self._rows.exchange
         if exchange is not None:
+            aside = self._pipeline.thread.is_elsewhere
             place = self._rows.groups.index(self._rows.find(table)[0])
             layout = self._rows.lookup_groups[place].layout
             base = layout.bases[[x.name for x in layout.tables].index(table)]
             ordered, order = (rows + base).sort()
-            found = exchange.reads.rows(place, ordered).cpu()
-            out = torch.empty_like(found)
-            out[order] = found
-            return out
+            found = exchange.reads.rows(place, ordered, aside=aside).cpu()
+            return found[order.argsort()]
         with self._rows.reading():
             group, base, _ = self._rows.find(table)
             return group.gather(rows + base, out=torch.empty(len(rows), group.width))

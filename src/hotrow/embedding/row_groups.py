@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -299,6 +299,7 @@ class RowGroups:
         self.lanes, self.lock, self.window_bytes = lanes, lock, window_bytes
         self.budget_bytes = 0  # of which plans take a part; 0: slots are allocated
         self.exchange: Exchange | None = None  # with other ranks
+        self.is_alone = False  # the process group that was chosen has this rank only
         self.inactive: InactiveEngine | None = None
         self.is_fresh = True  # every row is as it starts; False: perhaps not
         self.version = 0  # how often rows were updated or replaced
@@ -335,6 +336,11 @@ class RowGroups:
     def activate(self, groups: Sequence[Group], strategy: Strategy) -> None:
         self.groups, self.strategy = groups, strategy
         self.lookup_groups = groups
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks have a part of the rows each."""
+        return self.exchange is not None
 
     def share_out(self, shared: Sequence[SharedRows], groups: Sequence[Group]) -> None:
         """Look batches up in rows that ranks share; `groups` are this rank's: those that it owns,
@@ -381,8 +387,11 @@ class RowGroups:
                 rows = self.exchange.reads.rows(place, shared.replicated, of_owners=True)
                 shared.replicas.scatter(torch.arange(len(rows)), rows)
 
-    def share(self, ranks: Ranks) -> None:
-        """Exchange rows with other ranks from now on."""
+    def share(self, ranks: Ranks | None, process_group: Any) -> None:
+        """Exchange rows with other ranks from now on, if there are any."""
+        if ranks is None:
+            self.is_alone = process_group is not None
+            return
         names = [table.name for table in self.tables]
         groups, writing = self.lookup_groups, self.lock.writing
         self.exchange = Exchange(ranks, groups, names, self.lanes, writing, self)
@@ -475,6 +484,12 @@ class RowGroups:
                     return group, base, config.num_embeddings
         raise KeyError(f"no table {table!r}; there are {few(t.name for t in self.tables)}")
 
+    def turn(self, lookups: int, *, beside_training: bool) -> AbstractContextManager[object]:
+        """Return `RowLock.turn`; of ranks none, as it could wait for one held on another rank."""
+        if self.is_shared:
+            return nullcontext()
+        return self.lock.turn(lookups, beside_training=beside_training)
+
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Inside, no other thread changes rows, and every row can be found."""
@@ -504,13 +519,13 @@ class RowGroups:
                     pairs = zip(groups, parts, strict=True)
                     return [group.read_parts(part) for group, part in pairs]
 
-    def read_table(self, table: str, lookups: Callable[[Group], Lookups]) -> Tensor:
+    def read_table(self, table: str, lookups: Callable[[Group], Lookups], *, aside: bool) -> Tensor:
         """Read bags of one table as `read_vectors` does."""
         if self.exchange is not None:
             place = self.groups.index(self.find(table)[0])
             every = [no_lookups(len(x.layout.features), x.device) for x in self.lookup_groups]
             every[place] = lookups(self.lookup_groups[place])
-            return self.exchange.reads.vectors(every, aside=False)[place]
+            return self.exchange.reads.vectors(every, aside=aside)[place]
         while True:
             groups, group = self.groups, self.find(table)[0]
             parts = group.parts_of(lookups(group))

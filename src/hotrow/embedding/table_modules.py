@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hotrow.embedding.arguments import refuse_state_dict
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.embedding.module_tables import ModuleTables
 from hotrow.embedding.torch_surface import OutsideGraphs, refuse_transforms
@@ -100,9 +101,10 @@ class TableModule(OutsideGraphs):
                 "load_weights(0, weights), or hotrow.revert(model)"
             )
 
-    def weights(self) -> Iterator[tuple[int, Tensor]]:
-        """Iterate over the weights in chunks: (first row, [n, dim])."""
-        return self.collection.weights(self._table)
+    def weights(self, dst: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Iterate over the weights in chunks: (first row, [n, dim]). Several ranks iterate
+        together, each to the end; with `dst`, that rank alone gets the chunks."""
+        return self.collection.weights(self._table, dst)
 
     def load_weights(self, first: int, weights: Tensor) -> None:
         """Replace the weights of rows `first`, `first + 1`, ...; their state stays."""
@@ -180,6 +182,8 @@ class TableModule(OutsideGraphs):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         key = prefix + "weight"
         if not self._tables.is_apart:
+            if self._tables.is_shared:
+                refuse_state_dict("weights()")
             destination[key] = self._tables.copy(self._table)
         with self._without_weight():
             super()._save_to_state_dict(destination, prefix, keep_vars)

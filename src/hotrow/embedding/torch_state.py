@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hotrow.embedding.arguments import refuse_state_dict
 from hotrow.embedding.stand_ins import stand_in_of
 from hotrow.support.host_memory import available_bytes
 from hotrow.support.units import show_bytes
@@ -36,6 +37,8 @@ def _stand_ins(optimizer: Optimizer) -> Iterator[tuple[int, Tensor, str, Any]]:
 def _with_rows(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     # A checkpoint that saves rows on their own has their state there.
     held = [x for x in _stand_ins(optimizer) if not x[3].rows.is_apart]
+    if any(owner.rows.is_shared for *_, owner in held):
+        refuse_state_dict("rows(table)")
     _check_room(sum(owner.state_bytes(table) for _, _, table, owner in held))
     state = dict(saved["state"])
     for number, param, table, owner in held:

@@ -110,9 +110,16 @@ class WaitingGrads:
         """Return the gradients of a table's rows, as they are now: row numbers, ascending and each
         once, and gradients [n, dim]; None: the table has no gradient."""
         place = self._stand_ins.names.index(table)
+        if not self._stand_ins.waiting()[place]:
+            return None
+        if self._rows.exchange is not None:
+            raise RuntimeError(
+                f"gradients of table {table!r} wait on several ranks, each of which has those of "
+                "its own rows; let the optimizer step, or call zero_grad(), before hotrow.revert()"
+            )
         group, base, size = self._rows.find(table)
         sums = self._sums.get(self._rows.groups.index(group))
-        if sums is None or not self._stand_ins.waiting()[place]:
+        if sums is None:
             return None
         factors, kept = self._stand_ins.judge()
         ids = sums.ids.long() - base

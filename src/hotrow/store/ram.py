@@ -155,7 +155,7 @@ def initialise(
     def start(table: EmbeddingBagConfig, base: int, part: range) -> None:
         first, last = part.start, part.stop
         chunk = start_weights(table.start, group.dim, first, last, table=table.name, seed=seed)
-        is_copied = isinstance(table.start, Copied)
+        is_copied = isinstance(table.start, Copied) or getattr(table.start, "is_copied", False)
         if not is_copied and table.padding_idx is not None and first <= table.padding_idx < last:
             chunk[table.padding_idx - first] = 0  # as in torch, for those who export the table
         rows[base + first : base + last, : group.dim] = chunk.to(rows.device)
