@@ -144,10 +144,10 @@ def variant(name: str, schedule: str = "", victims: str = "own") -> Strategy:
 
 
 def unique_rows(case: Case, batches: Sequence[Any]) -> list[list[set[int]]]:
-    """The ids of each batch, per width group."""
+    """The ids of each batch, per width group; of several ranks, those that this one owns."""
     scout = hotrow.EmbeddingBagCollection(case.tables, hotrow.SGD(), strategy="all-fast")
     works = [scout.pipeline.prepare(batch).works for batch in batches]
-    return [[set(w[g].ids.ids.tolist()) for w in works] for g in range(len(scout.groups))]
+    return [[set(w[g].moving.ids.ids.tolist()) for w in works] for g in range(len(scout.groups))]
 
 
 def tight_budget(

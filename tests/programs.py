@@ -75,6 +75,7 @@ class Step:
     change: str | None = None  # how ids are changed: tracked, numpy or data
     before: tuple[Action, ...] = ()
     new_pass: bool = False  # hotrow.ahead is left before this step
+    silent: bool = False  # of several ranks: the loss of this one reaches no row
 
 
 @dataclass(frozen=True)
@@ -106,12 +107,14 @@ class Program:
     depth: int | None
     threads: int
     steps: tuple[Step, ...]
+    rank: int = 0  # of several ranks: each has batches of its own
 
     def __str__(self) -> str:
-        shown = [f"{each.name} = {getattr(self, each.name)!r}" for each in fields(self)]
+        names = [each.name for each in fields(self) if each.name != "steps"]
+        shown = [f"{name} = {getattr(self, name)!r}" for name in names]
         steps = [f"  {number}: {step}" for number, step in enumerate(self.steps)]
         repeat = f"To repeat it: python tests/program_runs.py {self.seed}"
-        return "\n".join([repeat, *shown[:-1], "steps:", *steps])
+        return "\n".join([repeat, *shown, "steps:", *steps])
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -350,7 +353,8 @@ class Samples:
 
 @cache
 def samples_of(program: Program, number: int) -> Samples:
-    generator = torch.Generator().manual_seed(1000 * program.seed + number)
+    seed = 1000 * program.seed + number + (program.rank << 40)
+    generator = torch.Generator().manual_seed(seed)
     size = int(torch.randint(1, 7, (), generator=generator))
     size = 0 if number in program.empty else size
     ids, lengths = {}, {}
