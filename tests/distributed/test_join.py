@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
+import weakref
 from collections.abc import Iterator, Sequence
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -95,6 +98,24 @@ def joined(rank: int, world: int, counts: Sequence[int]) -> list[bool]:
 def test_ranks_without_batches_serve_the_others(counts: tuple[int, ...]) -> None:
     for equal in run(len(counts), joined, counts):
         assert all(equal), equal
+
+
+def left_early(rank: int, world: int) -> bool:
+    """One rank leaves its loop while batches that it has announced are still to be trained."""
+    found = []
+    for strategy in ("all-fast", "lookahead"):
+        embedding = collection(strategy)
+        with hotrow.join(embedding):
+            for number, batch in enumerate(hotrow.ahead(batches(rank, 20), embedding)):
+                if rank == 1 and number == 5:
+                    break
+                train_rows(embedding, batch)
+        found.append(rows_of(embedding))
+    return torch.equal(*found)
+
+
+def test_a_rank_may_leave_its_loop_inside_of_join() -> None:
+    assert all(run(2, left_early))
 
 
 def joined_with_ddp(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
@@ -257,3 +278,78 @@ def several_models(rank: int, world: int) -> bool:
 
 def test_several_collections_share_the_ranks() -> None:
     assert all(run(2, several_models))
+
+
+# -- what ranks have to do alike -----------------------------------------------------------
+
+
+def freed(rank: int, world: int) -> bool:
+    """Whether the rows of a collection are freed with the last reference to it."""
+    embedding = collection("lookahead", replicate="2KiB")
+    for batch in hotrow.ahead(batches(rank, 4), embedding):
+        train_rows(embedding, batch)
+    kept = [weakref.ref(x) for x in (embedding, *embedding.groups)]
+    gc.collect()
+    gc.disable()
+    try:
+        del embedding, batch
+        return all(x() is None for x in kept)
+    finally:
+        gc.enable()
+
+
+def test_a_collection_is_freed_without_a_garbage_collection() -> None:
+    assert all(run(2, freed))
+
+
+def unlike(rank: int, world: int, what: str) -> None:
+    if what == "profile":
+        counts = torch.zeros(SIZES[0])
+        counts[rank] = 1
+        collection("all-fast", replicate="2KiB", profile={"t0": counts})
+    embedding = collection("all-fast")
+    if what == "load" and rank == 0:
+        embedding.load_weights("t0", 0, torch.zeros(5, 8))
+    embedding(batches(rank, 1)[0])
+
+
+@pytest.mark.parametrize("what", ["profile", "load"])
+def test_ranks_that_differ_in_what_they_must_share_are_refused(what: str) -> None:
+    for failed in run(2, unlike, what, expect_errors=True, alone=True, timeout=30):
+        assert failed.kind == "RankError"
+
+
+def not_finite(rank: int, world: int) -> bool:
+    table = hotrow.EmbeddingBagConfig("a|b", 50, 4, ["f"])
+    embedding = hotrow.EmbeddingBagCollection(
+        [table], hotrow.SGD(lr=1.0), strategy="all-fast", on_nonfinite="skip", seed=1
+    )
+    before = rows_of(embedding)
+    (embedding(torch.tensor([[rank]])).values() * (float("nan") if rank else 1)).sum().backward()
+    return torch.equal(rows_of(embedding), before)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks() -> None:
+    assert all(run(2, not_finite))
+
+
+def evaluated_beside(rank: int, world: int) -> int:
+    """Read in a thread after another number of loads on each rank."""
+    embedding = collection("lookahead")
+    for _ in range(2):
+        embedding.load_weights("t1", 0, torch.ones(5, 8))
+    embedding.row_access.note_loaded() if rank else None
+    batch, found = batches(0, 1)[0], []
+
+    def read() -> None:
+        with torch.no_grad():
+            found.append(embedding(batch).values())
+
+    thread = Thread(target=read)
+    thread.start()
+    thread.join(20)
+    return len(found)
+
+
+def test_a_thread_reads_whatever_was_loaded_before() -> None:
+    assert run(2, evaluated_beside) == [1, 1]

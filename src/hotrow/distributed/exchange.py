@@ -117,6 +117,10 @@ class Exchange:
         """`writing`: inside, no other thread changes rows. `rows` own this object."""
         self.ranks, self.groups, self._tables = ranks, tuple(groups), tuple(tables)
         self._lanes, self._writing = lanes, writing
+        if len(self.groups) > _BITS:
+            raise ValueError(
+                f"several ranks share tables of at most {_BITS} widths in a collection"
+            )
         self.replicated = [group for group in self.groups if group.replicated is not None]
         self.wire = Wire(ranks, self.groups)
         self.reads = Reads(self.wire, rows, self.settle_grads)
@@ -244,7 +248,7 @@ class Exchange:
             work.serial = self._serial
             works.append(work)
         shared = Shared(self._serial, tuple(works))
-        if task is None or task.ended:
+        if self.is_joined:  # this rank may serve it, also if it leaves its loop early
             self._foreign[shared.serial] = shared
         return shared
 
@@ -324,7 +328,7 @@ class Exchange:
             copied[place] = 0 if route.replicas is None else len(route.replicas)
             for rank, count in enumerate(route.counts):
                 counts[rank][place] = count
-        words = [*self._mask_of(tables), *forms, *copied]
+        words = [*_mask_of(tables, self._tables), *forms, *copied]
         status = HAS_GRADS * bool(tables)
         header = Header(Op.GRADS, self.number, self._steps + 1, status, words=words, counts=counts)
         self._run(header, (grads, ways))
@@ -344,7 +348,7 @@ class Exchange:
             grads, ways = task
         first, count = self._mask_words, len(self.groups)
         masks = [headers.words(r, 0, first) for r in range(self.ranks.size)]
-        tables = self._tables_of(masks)
+        tables = _tables_of(masks, self._tables)
         if not headers.with_status(HAS_GRADS):
             return
         came = []
@@ -409,19 +413,6 @@ class Exchange:
         texts = self.ranks.texts(mine, self.ranks.training)
         return None if has_grads else json.loads(texts[ranks[0]])
 
-    def _mask_of(self, tables: Collection[str]) -> list[int]:
-        words = [0] * self._mask_words
-        for number, name in enumerate(self._tables):
-            if name in tables:
-                words[number // _BITS] |= 1 << number % _BITS
-        return words
-
-    def _tables_of(self, masks: Sequence[Sequence[int]]) -> tuple[str, ...]:
-        def has(number: int) -> bool:
-            return any(mask[number // _BITS] >> number % _BITS & 1 for mask in masks)
-
-        return tuple(name for number, name in enumerate(self._tables) if has(number))
-
     # -- agreement ---------------------------------------------------------------------
 
     def meet(self, text: str) -> list[str]:
@@ -429,6 +420,12 @@ class Exchange:
         self.settle_grads()
         texts: list[str] = self._run(Header(Op.CHECK, self.number), text)
         return texts
+
+    def check_call(self, call: str) -> None:
+        """Raise on all ranks if they do not call a method alike."""
+        for rank, other in enumerate(self.meet(call)):
+            if other != call:
+                raise RankError(f"all ranks have to call {call}; rank {rank} calls {other}")
 
     def first_of(self, text: str) -> tuple[int, str] | None:
         """Return the first rank that says something, and what; None: all are silent."""
@@ -447,6 +444,24 @@ class Exchange:
 
     def _perform_check(self, task: str | None, channel: Channel) -> list[str]:
         return self.ranks.texts(task or "", channel)
+
+
+def _mask_of(tables: Collection[str], names: Sequence[str]) -> list[int]:
+    """Return words with a bit for each of the tables."""
+    words = [0] * -(-len(names) // _BITS)
+    for number, name in enumerate(names):
+        if name in tables:
+            words[number // _BITS] |= 1 << number % _BITS
+    return words
+
+
+def _tables_of(masks: Sequence[Sequence[int]], names: Sequence[str]) -> tuple[str, ...]:
+    """Return the tables that have a bit in some mask."""
+    return tuple(
+        name
+        for number, name in enumerate(names)
+        if any(mask[number // _BITS] >> number % _BITS & 1 for mask in masks)
+    )
 
 
 def is_told(error: Exception) -> bool:

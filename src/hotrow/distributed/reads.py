@@ -31,7 +31,7 @@ class _Wanted:
 class Rows(Protocol):
     """What is asked of a rank's own rows."""
 
-    version: int  # changes with every step
+    steps: int  # how often rows were updated
 
     def reading(self) -> AbstractContextManager[object]: ...
 
@@ -101,9 +101,9 @@ class Reads:
         routes = {} if wanted is None else dict(enumerate(wanted.routes))
         numbers = self._wire.send_numbers(range(len(groups)), routes, theirs, channel, kind=None)
         while True:
-            version, own, replicas = self._own_rows(numbers, routes, what)
+            step, own, replicas = self._own_rows(numbers, routes, what)
             # Other threads may train meanwhile: all rows are to be of one step.
-            if channel is ranks.training or ranks.is_same(version, channel):
+            if channel is ranks.training or ranks.is_same(step, channel):
                 break
         found = []
         for place, (group, rows) in enumerate(zip(groups, own, strict=True)):
@@ -128,7 +128,7 @@ class Reads:
                 place: None if way.replicas is None else read(groups[place].replicas, way.replicas)
                 for place, way in routes.items()
             }
-            return rows.version, own, replicas
+            return rows.steps, own, replicas
 
     @staticmethod
     def _vectors(group: Any, numbers: Tensor) -> Tensor:

@@ -109,8 +109,12 @@ class SharedRows:
         be taken later, such as those with other state."""
         self.inner, self.replicas = inner, replicas
         self.dim, self.width, self.device = inner.dim, inner.width, inner.device
-        self.planning = SharedPlanning(self)
         self.pooling: HostPooling = inner.arithmetic.pooling(self.output_dtype)
+
+    @property
+    def planning(self) -> SharedPlanning:
+        """Not kept: it refers to this object."""
+        return SharedPlanning(self)
 
     # -- what ranks ask of this one ----------------------------------------------------
 

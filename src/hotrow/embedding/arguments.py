@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from hotrow.distributed.ranks import RankError, Ranks
+from hotrow.engine.profile import Profile
+from hotrow.engine.strategy import Strategy
 from hotrow.inputs.tables import Copied, EmbeddingBagConfig
 from hotrow.kernels.rules import RowRule
 
@@ -79,6 +81,19 @@ def first_seed(ranks: Ranks | None, seed: int) -> int:
     return seed if ranks is None else int(ranks.compared(str(seed))[0])
 
 
+def check_ranks(ranks: Ranks, strategy: Strategy, replicate: str | int | None) -> None:
+    if replicate:
+        raise ValueError(
+            "replicate= needs update='backward': with update='step' torch sees the norms of rows "
+            "that have one owner each"
+        )
+    if strategy.on_host:
+        raise ValueError(
+            f"strategy {strategy.name!r} trains on one rank so far, and there are {ranks.size}; "
+            "those with a budget, and 'all-fast', train on several"
+        )
+
+
 def check_alike(ranks: Ranks, facts: Mapping[str, object]) -> None:
     """Raise on all ranks if they build different collections."""
     mine = {name: described(value) for name, value in facts.items()}
@@ -107,6 +122,16 @@ def described(value: object) -> str:
         name = getattr(value, "__qualname__", type(value).__qualname__)
         return f"{getattr(value, '__module__', '')}.{name}"
     return str(value)
+
+
+def describe_profile(profile: Profile | None) -> str:
+    """Return a text that differs between profiles: they choose the rows that every rank has."""
+    parts = []
+    for name, counts in sorted((profile or {}).items()):
+        both = (counts,) if isinstance(counts, Tensor) else counts
+        sums = [_checksum(x.float().view(-1, 1)) for x in both]
+        parts.append(f"{name} with checksum {', '.join(sums)}")
+    return "; ".join(parts) or "none"
 
 
 def _checksum(weights: Tensor) -> str:

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from hotrow.distributed.exchange import Exchange
-from hotrow.distributed.ranks import Ranks, ranks_of
+from hotrow.distributed.ranks import ranks_of
 from hotrow.embedding import dense_steps
 from hotrow.embedding.arguments import (
     check_alike,
     check_arguments,
+    check_ranks,
+    describe_profile,
     drawn_seed,
     first_seed,
     listed_tables,
@@ -31,11 +33,12 @@ from hotrow.embedding.arguments import (
 )
 from hotrow.embedding.call_lookups import CallLookups
 from hotrow.embedding.embedded import Embedded
+from hotrow.embedding.group_builder import build_rows
 from hotrow.embedding.optimizer import RowOptimizer
 from hotrow.embedding.pins import Pins
 from hotrow.embedding.pipeline import Pipeline
 from hotrow.embedding.row_access import RowAccess
-from hotrow.embedding.row_groups import Engine, Group, build_rows, engine_for
+from hotrow.embedding.row_groups import Engine, Group, engine_for
 from hotrow.embedding.stand_ins import StandIns
 from hotrow.embedding.step import Lookup, PendingStep, by_feature
 from hotrow.embedding.torch_steps import TorchSteps
@@ -132,12 +135,15 @@ class EmbeddingBagCollection(TorchSurface):
         self._is_weighted = is_weighted
         chosen = find_strategy(strategy)
         if self.ranks is not None:
-            _check_ranks(self.ranks, chosen, replicate if update == "step" else None)
+            check_ranks(self.ranks, chosen, replicate if update == "step" else None)
             settings = (self.update, idle, on_nonfinite, output_dtype, is_weighted, replicate)
-            facts: dict[str, object] = {"hotrow": __version__, "torch": torch.__version__}
-            facts |= {"tables": self.tables, "optimizer": optimizer, "strategy": chosen.name}
-            facts["seed"] = "drawn" if seed is None else self.seed
-            check_alike(self.ranks, {**facts, "settings": settings})
+            facts = {
+                "hotrow": __version__, "torch": torch.__version__, "tables": self.tables,
+                "optimizer": optimizer, "strategy": chosen.name, "settings": settings,
+                "seed": "drawn" if seed is None else self.seed,
+                "profile": describe_profile(profile) if replicate else "any",
+            }  # fmt: skip
+            check_alike(self.ranks, facts)
             self.seed = first_seed(self.ranks, self.seed)
         if chosen.on_cpu_alone and self.device.type != "cpu":
             raise ValueError(
@@ -414,8 +420,7 @@ class EmbeddingBagCollection(TorchSurface):
         return self.row_access.rows(table, dst)
 
     def weights(self, table: str, dst: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Iterate over the weights of a table in chunks: (first row, [n, dim]). Several ranks
-        iterate together, as over `rows`."""
+        """Iterate over a table's weights in chunks, (first row, [n, dim]); on ranks as `rows`."""
         return self.row_access.weights(table, dst)
 
     def weights_at(self, table: str, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -426,7 +431,8 @@ class EmbeddingBagCollection(TorchSurface):
         return self.row_access.weights_at(table, rows)
 
     def load_weights(self, table: str, first: int, weights: Tensor) -> None:
-        """Replace the weights of rows `first`, `first + 1`, ...; their state stays."""
+        """Replace the weights of rows `first`, `first + 1`, ...; their state stays. All ranks call
+        it, with the same weights."""
         self.row_access.load_weights(table, first, weights)
 
     def key_of(self, table: str) -> str:
@@ -542,19 +548,6 @@ class EmbeddingCollection(EmbeddingBagCollection):
     def __init__(self, tables: Sequence[EmbeddingBagConfig], *args: Any, **kwargs: Any) -> None:
         unpooled = [replace(table, pooling="none") for table in listed_tables(tables)]
         super().__init__(unpooled, *args, **kwargs)
-
-
-def _check_ranks(ranks: Ranks, strategy: Strategy, replicate: str | int | None) -> None:
-    if replicate:
-        raise ValueError(
-            "replicate= needs update='backward': with update='step' torch sees the norms of rows "
-            "that have one owner each"
-        )
-    if strategy.on_host:
-        raise ValueError(
-            f"strategy {strategy.name!r} trains on one rank so far, and there are {ranks.size}; "
-            "those with a budget, and 'all-fast', train on several"
-        )
 
 
 def _leaves_of(stand_ins: StandIns | None, anchor: Tensor, group: Group) -> Sequence[Tensor]:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from hotrow.distributed.ranks import count_ranks, ranks_of
 from hotrow.embedding.arguments import drawn_seed, first_seed, usable_device
 from hotrow.embedding.collection import EmbeddingBagCollection
+from hotrow.embedding.group_builder import GroupBuilder
 from hotrow.embedding.id_sources import IdSources
 from hotrow.embedding.optimizer import RowOptimizer
-from hotrow.embedding.row_groups import GroupBuilder
 from hotrow.embedding.stand_ins import StandIns
 from hotrow.embedding.torch_steps import IDLE, known_rule
 from hotrow.embedding.torch_steps import watch as watch_optimizers

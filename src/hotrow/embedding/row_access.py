@@ -141,6 +141,7 @@ class RowAccess:
                 f"table {table!r} has {size:,} rows of {group.dim} weights; "
                 f"{list(weights.shape)} from row {first:,} on do not fit"
             )
+        self._rows.check_call(f"load_weights({table!r}, {first}, {len(weights)} rows)")
         self.load_weights_at(table, torch.arange(len(weights)) + first, weights)
 
     def load_weights_at(self, table: str, rows: Tensor, weights: Tensor) -> None:

@@ -477,6 +477,7 @@ class PendingStep:
     def _count_step(self, tables: tuple[str, ...]) -> None:
         self._optimizer.count_step(tables)
         self._rows.version += 1
+        self._rows.steps += 1
         self._updated_at = self._added_at
 
     def _tables_in(self, by_group: Sequence[GroupGrads]) -> tuple[str, ...]:
@@ -532,7 +533,7 @@ class PendingStep:
         if exchange is not None:
             found = exchange.first_of("" if bad is None else f"{bad[0]}|{bad[1]}")
             if found is not None:
-                row, value = found[1].split("|")
+                row, value = found[1].rsplit("|", 1)
                 bad = f"{row} of rank {found[0]}", float(value)
         if bad is not None and self._on_nonfinite == "error":
             raise _not_finite(max(self._optimizer.steps) + 1, *bad)
