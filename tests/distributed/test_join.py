@@ -145,12 +145,32 @@ def test_the_dense_part_is_joined_by_torch() -> None:
 def refused_join(rank: int, world: int) -> None:
     embedding = collection("all-fast", update="step", optimizer=None)
     with hotrow.join(embedding):
-        pass
+        if rank == 0:
+            embedding(batches(rank, 1)[0])
 
 
 def test_rows_that_wait_for_an_optimizer_cannot_be_joined() -> None:
-    for failed in run(2, refused_join, expect_errors=True):
+    for failed in run(2, refused_join, expect_errors=True, alone=True, timeout=30):
         assert "update='backward'" in failed.message
+
+
+def evaluated(rank: int, world: int) -> bool:
+    """Evaluate another number of batches on each rank, before an exchange of the user's own."""
+    equal = []
+    for update in ("backward", "step"):
+        optimizer = hotrow.Adagrad(lr=0.1) if update == "backward" else None
+        embedding = collection("lookahead", update=update, optimizer=optimizer)
+        total = torch.zeros(1)
+        with hotrow.join(embedding), torch.no_grad():
+            for batch in batches(0, 3)[rank:]:
+                total += embedding(batch).values().abs().sum()
+        torch.distributed.all_reduce(total)
+        equal.append(total)
+    return bool(equal[0]) and torch.equal(*equal)
+
+
+def test_ranks_may_evaluate_different_numbers_of_batches() -> None:
+    assert all(run(2, evaluated))
 
 
 def ends_early(rank: int, world: int) -> list[str]:
@@ -234,7 +254,9 @@ def train_for_long(rank: int, world: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(7))
 def test_a_rank_can_be_killed_at_any_moment(number: int) -> None:
-    with started(2, train_for_long, alone=True, timeout=50) as running:
+    # A rank that waits for process groups with one that is gone waits for their timeout.
+    options = {"alone": True, "timeout": 50, "group_timeout": 15, "grace": 40}
+    with started(2, train_for_long, **options) as running:
         time.sleep(0.3 + 0.37 * number)
         os.kill(running.pids[number % 2], signal.SIGKILL)
         results = running.results(expect_errors=True)

@@ -272,8 +272,8 @@ class Exchange:
     def _raise_ended(self, ended: Sequence[int]) -> None:
         raise RuntimeError(
             f"{_listed(ended)} of {self.ranks.size} ran out of batches before the others. Give all "
-            "ranks equally many batches, or train inside `with hotrow.join(model):`, where ranks "
-            "without a batch go on serving their rows"
+            "ranks equally many batches, or train inside `with hotrow.join(model):` with "
+            "update='backward', where ranks without a batch go on serving their rows"
         )
 
     # -- vectors -----------------------------------------------------------------------

@@ -330,5 +330,11 @@ def ranks_of(group: Any, device: torch.device) -> Ranks | None:
         raise ValueError("this process is no member of process_group")
     known = _known.setdefault(group, {})
     if device.type not in known:
-        known[device.type] = Ranks(group, device)
+        try:
+            known[device.type] = Ranks(group, device)
+        except RuntimeError as error:
+            raise RankError(
+                "process groups with the other ranks could not be opened: one of them has ended, "
+                f"or builds no collection. torch says: {_first_line(error)}"
+            ) from error
     return known[device.type]

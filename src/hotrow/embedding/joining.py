@@ -16,30 +16,25 @@ from hotrow.embedding.in_models import collections_in
 
 @contextmanager
 def join(model: nn.Module) -> Iterator[None]:
-    """Inside, every rank may train another number of batches, none included; all are trained.
+    """Inside, every rank may train or evaluate another number of batches, none included.
 
     A rank whose loop has ended waits at the end of the block. Until all loops have ended it sends
     its rows to the others and updates them, with the settings of the ranks that train. What of the
     model is wrapped in `DistributedDataParallel` is joined by torch's own `Join`, with its rules:
-    gradients are divided by the number of all ranks. With one rank nothing changes.
+    gradients are divided by the number of all ranks. With one rank nothing changes. Rows with
+    update="step" can be evaluated so, not trained: they wait for the step of an optimizer, which a
+    rank without batches does not make.
 
         with hotrow.join(model):
             for batch in hotrow.ahead(loader, model):
                 ...
     """
     shared = [c for c in collections_in(model).values() if c.ranks is not None]
-    for collection in shared:
-        if collection.update == "step":
-            raise ValueError(
-                "hotrow.join() needs update='backward': with update='step' rows wait for an "
-                "optimizer's step, which a rank without batches does not make. Give all ranks "
-                "equally many batches"
-            )
     if not shared:
         yield
         return
     for collection in shared:
-        collection.pipeline.join(True)
+        collection.pipeline.join(collection.update == "backward")
     try:
         with _joined_by_torch(model) as is_wrapped:
             yield
