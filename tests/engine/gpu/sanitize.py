@@ -37,7 +37,9 @@ from hotrow.kernels.triton import (
     interact,
     lookup,
     maps,
+    merge,
     norms,
+    plan,
     ranking,
     segments,
     start,
@@ -141,6 +143,18 @@ def kernels() -> None:
         map_of_rows(dense_map)
     for count in (0, 1, 70):
         norms_of_tables(count)
+        victims_and_merged_lists(count)
+
+
+def victims_and_merged_lists(count: int) -> None:
+    counts = torch.zeros(words.COUNT_WORDS, dtype=torch.int32, device=DEVICE)
+    counts[words.MOVES] = counts[words.EVICTED] = count
+    leaving, slots = torch.randperm(count, device=DEVICE).int(), ints(*range(count))
+    room = ints(*range(max(1, 2 * count)))
+    if count:
+        plan.sort_victims(leaving, slots, counts, count, 1000, room)
+    first = merge.Pairs(ints(*range(count)), torch.rand(count, 5, device=DEVICE), None)
+    merge.merge(first, merge.Pairs(ints(3, 200), torch.rand(2, 5, device=DEVICE), None), 300)
 
 
 def norms_of_tables(count: int) -> None:

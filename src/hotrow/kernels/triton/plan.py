@@ -259,7 +259,7 @@ def _put_victims(leaving, move_slots, rows, order, slots, counts, most, BLOCK: t
     tl.store(move_slots + place, tl.load(slots + before, mask=mask, other=0), mask=mask)
 
 
-def _sort_victims(
+def sort_victims(
     leaving: Tensor, move_slots: Tensor, counts: Tensor, most: int, beyond: int, scratch: Tensor
 ) -> None:
     """Let rows leave in the order of ids, as they enter, if there are at most `most`.
@@ -405,7 +405,7 @@ def plan(
         HASHED=row_map.hashed, KNOWN_USE=known_use, BLOCK=BLOCK, BLOCKS=widest_victims,
     )  # fmt: skip
     if sorts:
-        _sort_victims(leaving, move_slots, counts, sorts, num_rows, found)
+        sort_victims(leaving, move_slots, counts, sorts, num_rows, found)
     move_blocks = max(1, triton.cdiv(count, LANES))
     _let_leave[(move_blocks,)](
         move_slots, leaving, counts, state, row_map.table, row_map.size, row_map.bits,
