@@ -111,7 +111,20 @@ class Route(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OwnedGroup(WidthGroup):
+class OneFeatureGroup(WidthGroup):
+    """Rows of one width that one feature looks up, by their ids."""
+
+    def feature_numbers(self, device: torch.device) -> FeatureNumbers:
+        if device not in self._numbers:
+            with torch.inference_mode(False):
+                zero = torch.zeros(1, dtype=torch.int64, device=device)
+                numbers = FeatureNumbers(zero, zero, zero, zero + self.num_rows - 1, None)
+            self._numbers[device] = numbers
+        return self._numbers[device]
+
+
+@dataclass(frozen=True)
+class OwnedGroup(OneFeatureGroup):
     """The rows of one width that a rank owns: one feature looks all of them up."""
 
     owners: tuple[TableOwners, ...] = ()
@@ -123,14 +136,6 @@ class OwnedGroup(WidthGroup):
         number = np.array([row_id - self.bases[position]])
         row = int(self.owners[position].rows_of(self.rank, number)[0])
         return f"row {row:,} of table {self.tables[position].name!r}"
-
-    def feature_numbers(self, device: torch.device) -> FeatureNumbers:
-        if device not in self._numbers:
-            with torch.inference_mode(False):
-                zero = torch.zeros(1, dtype=torch.int64, device=device)
-                numbers = FeatureNumbers(zero, zero, zero, zero + self.num_rows - 1, None)
-            self._numbers[device] = numbers
-        return self._numbers[device]
 
 
 @dataclass(frozen=True)

@@ -13,25 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotrow.distributed.owners import OWNED
+from hotrow.distributed.owners import OWNED, OneFeatureGroup
 from hotrow.engine.profile import Profile, hottest, small_tables
-from hotrow.inputs.tables import EmbeddingBagConfig, Feature, FeatureNumbers, Init, WidthGroup
+from hotrow.inputs.tables import EmbeddingBagConfig, Feature, Init, WidthGroup
 from hotrow.store.ram import start_of_rows
 
 
 @dataclass(frozen=True)
-class ReplicaGroup(WidthGroup):
+class ReplicaGroup(OneFeatureGroup):
     """The replicated rows of one width: their ids are places among them, in the order of ids."""
 
     rows: tuple[Tensor, ...] = ()  # of each table
-
-    def feature_numbers(self, device: torch.device) -> FeatureNumbers:
-        if device not in self._numbers:
-            with torch.inference_mode(False):
-                zero = torch.zeros(1, dtype=torch.int64, device=device)
-                numbers = FeatureNumbers(zero, zero, zero, zero + self.num_rows - 1, None)
-            self._numbers[device] = numbers
-        return self._numbers[device]
 
     def describe(self, row_id: int) -> str:
         """Return an id in the user's terms: the row of the whole table."""
