@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from typer.testing import Result
@@ -15,6 +16,7 @@ from commands import SMALL, Faults, events, hotrow, settings
 from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import saved_in
 from hotrow.run.files import read_run
+from hotrow.run.session import StopAfterStep
 
 RUN_TOML = (
     SMALL.replace("160", "320").replace("[run]", "[run]\nsave = false")
@@ -98,16 +100,25 @@ def test_a_bug_in_the_thread_stops_the_run_and_says_so(faults: Faults) -> None:
     assert [path.name for path in saved_in(CHECKPOINTS)] == ["00001-step-6"]
 
 
-def test_a_second_ctrl_c_does_not_wait_for_a_save(faults: Faults) -> None:
-    goes_on = threading.Event()
+def test_a_second_ctrl_c_does_not_wait_for_a_save(
+    faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pressed, heard, goes_on = threading.Event(), threading.Event(), threading.Event()
+    ask = StopAfterStep._ask
+
+    def hear(stop: StopAfterStep, number: int, frame: FrameType | None) -> None:
+        heard.set()
+        ask(stop, number, frame)
 
     def stuck(path: Path) -> None:
-        if "step-12" in str(path) and not goes_on.is_set():
+        if "step-12" in str(path) and not pressed.is_set():
+            pressed.set()
             signal.raise_signal(signal.SIGINT)  # to stop after the step, and then at once
-            time.sleep(0.3)
+            assert heard.wait(20)  # two signals that the main thread has not seen are one
             os.kill(os.getpid(), signal.SIGINT)
             goes_on.wait(20)
 
+    monkeypatch.setattr(StopAfterStep, "_ask", hear)
     faults.at_open = stuck
     result = train("checkpoint.log=100%", "data.samples=3200")
     assert result.exit_code == 130, result.output
