@@ -3,6 +3,7 @@
 #   make train ARGS="run.toml --json"   your own
 #   make test ARGS="-k planner"         some of the tests
 #   make test-all                       what `make test` leaves out: exhaustive cases, fuzzers, pages
+#   make test-all ARGS="--part 0/6"     a sixth of that
 #   make test ARGS="-m gpu -n 6 -p no:benchmark"    those that need a CUDA device
 #   make clients                        public models of five libraries, plain beside converted;
 #                                       see benchmarks/clients/README.md

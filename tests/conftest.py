@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import sys
+import zlib
 from collections import Counter
 from typing import Any
 
@@ -37,7 +38,15 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part",
+        metavar="K/N",
+        help="run only the tests whose names hash to K modulo N, such as 2/6",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a test that is `thinned(n)`, every n-th case is run; the others are slow. What needs a GPU
     is skipped where there is none."""
     seen: Counter[str] = Counter()
@@ -50,6 +59,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if seen[name] % mark.args[0]:
                 item.add_marker(pytest.mark.slow)
             seen[name] += 1
+    if part := config.getoption("--part"):
+        number, _, parts = part.partition("/")
+        if not (number.isdecimal() and parts.isdecimal() and int(number) < int(parts)):
+            raise pytest.UsageError(f"--part={part}: give K/N with K from 0 to N - 1, such as 2/6")
+        other = {x for x in items if zlib.crc32(x.nodeid.encode()) % int(parts) != int(number)}
+        config.hook.pytest_deselected(items=list(other))
+        items[:] = [x for x in items if x not in other]
 
 
 def pytest_collection_finish() -> None:

@@ -44,15 +44,16 @@ def train(rank: int, device: str, strategy: str, batches: list[Tensor], **option
 
 
 def equal_to_all_fast(rank: int, world: int, device: str, steps: int, size: int) -> list[str]:
-    """Return what differs."""
+    """Return what differs. Interpreted kernels take long: half of them with replicas."""
     generator = torch.Generator().manual_seed(rank)
     columns = [torch.randint(rows, (steps, size), generator=generator) for rows in SIZES]
     batches = list(torch.stack(columns, 2))
     batches[2] = batches[2][: 3 * rank]  # of different sizes, and empty on the first rank
     losses, rows, _ = train(rank, device, "all-fast", batches)
     differing = []
-    for strategy in STRATEGIES:
-        for options in ({}, {"replicate": "9KiB"}):
+    choices = ({}, {"replicate": "9KiB"})
+    for number, strategy in enumerate(STRATEGIES):
+        for options in choices if device == "cuda" else choices[number % 2 :][:1]:
             more_losses, more_rows, evicted = train(rank, device, strategy, batches, **options)
             is_equal = torch.equal(losses, more_losses)
             is_equal &= all(map(torch.equal, rows, more_rows))

@@ -227,9 +227,9 @@ class PassesLate(Mark):
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there a mark is an event")
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize(("packed", "least"), [(3, 0), (40, 0), (7, 1)])
+@pytest.mark.thinned(6)
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize(("packed", "least"), [(40, 0), (3, 0), (7, 1)])
 def test_rows_are_found_wherever_they_are_on_their_way(
     packed: int, least: int, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -344,7 +344,8 @@ def test_what_is_launched_to_be_compiled_changes_nothing(
     assert found[0][1] == found[1][1]
 
 
-@pytest.mark.parametrize("victims", ["own", "random"])
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("victims", ["random", "own"])
 def test_no_plan_fails_by_it_after_batches_that_were_not_announced(
     victims: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,6 +380,7 @@ def test_no_plan_fails_by_it_after_batches_that_were_not_announced(
     assert found[0].same_bits(found[1])
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("slots", [52, 56])
 def test_rankings_are_made_before_a_plan_finds_too_few_slots(
     slots: int, monkeypatch: pytest.MonkeyPatch
