@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import hotrow
-from hotrow.inputs.batch import Lookups, keys_of, parse
+from hotrow.inputs.batch import Batch, Lookups, keys_of, parse
 from hotrow.inputs.tables import group_by_width
 
 Table = hotrow.EmbeddingBagConfig
@@ -592,3 +592,17 @@ def test_an_id_is_described_by_its_table() -> None:
         "row 39 of table 'a'",
         "row 0 of table 'b'",
     ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [([3] * 32, True), ([3] * 16 + [2] * 16, True), ([3] * 31 + [2], False), ([3] * 30, False)],
+)
+def test_equal_numbers_of_ids_per_sample_are_noticed(sizes: list[int], expected: bool) -> None:
+    """Of each feature; and a few samples may be alike by chance."""
+    offsets = torch.tensor([0, *sizes]).cumsum(0)
+    values = torch.zeros(int(offsets[-1]), dtype=torch.int64)
+    batch = Batch(values, offsets, ("f", "g"), len(sizes) // 2)
+    assert batch.has_one_size() == expected
+    by_calls = Batch(values, offsets, ("f",), 2, calls=((len(sizes) - 1, 1),))
+    assert by_calls.has_one_size() == (len(set(sizes)) == 1)

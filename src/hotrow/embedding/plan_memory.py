@@ -44,8 +44,7 @@ class PlanMemory:
         works: list[Any] = [work.moving for work in first]
         if self._rows.can_resize and len(works) == len(self._rows.owned_groups):
             # Where sizes change, larger ones will come, and `Room` rounds them up.
-            is_dense = all(work.batch.offsets is None for work in works)
-            spare = 0.0 if is_dense else 1 / 3
+            spare = 0.0 if all(work.batch.has_one_size() for work in works) else 1 / 3
             sizes = [work.group.plan_room.size_for(work, spare=spare) for work in works]
             self._rows.make_room(sizes)
 

@@ -17,6 +17,7 @@ from hotrow.inputs.tables import EmbeddingBagConfig, Feature, WidthGroup
 from hotrow.support.messages import few
 
 PADDING = -1
+_MANY = 16  # bags
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,16 @@ class Batch:
     @property
     def num_values(self) -> int:
         return self.values.numel()
+
+    def has_one_size(self) -> bool:
+        """Return whether all bags of each key have equally many ids, as in batches with a fixed
+        number of ids per sample; a few bags may be alike by chance. Waits for offsets on a device.
+        """
+        if self.offsets is None:
+            return True
+        sizes = self.offsets.diff().cpu()
+        by_key = [sizes[self.bags_of(key)] for key in self.keys]
+        return all(len(bags) >= _MANY and bool((bags == bags[0]).all()) for bags in by_key)
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device."""

@@ -117,6 +117,21 @@ def test_everything_is_within_the_budget(shape: str) -> None:
         assert sum(embedding.memory().values()) > 0.85 * granted
 
 
+@pytest.mark.parametrize(("lengths", "spare"), [([5] * 16, 0), ([5] * 15 + [4], 1 / 3)])
+def test_batches_with_a_fixed_number_of_ids_per_sample_get_no_spare_room(
+    lengths: list[int], spare: float
+) -> None:
+    """What would be spare are known batches fewer."""
+    count = sum(lengths)
+    batch = hotrow.KeyedJaggedTensor(
+        ["f0"], (torch.arange(count) * 7).to(DEVICE), lengths=torch.tensor(lengths)
+    )
+    embedding = build()
+    readout(embedding(batch)).backward()
+    (group,) = embedding.groups
+    assert group.planner.capacity == int(count * (1 + spare))
+
+
 @pytest.mark.filterwarnings("ignore:these ids are not the ones:UserWarning")
 @pytest.mark.parametrize("widths", [(DIM,), (4, DIM)])
 def test_gradients_that_wait_for_a_step_are_within_the_budget(widths: tuple[int, ...]) -> None:
