@@ -13,11 +13,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import interpreter
 from poison import poisoned
 
 if not torch.cuda.is_available():
     # Triton reads this once, when it is first imported; no test module has been loaded yet.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    interpreter.install()
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts jobs in the background so, and tests that press Ctrl-C would fail.

@@ -392,8 +392,11 @@ def _end_with_tests() -> None:
 def _prepare() -> None:
     """Do what conftest.py and pytest do in the tests' process."""
     import hotrow.engine.tuning as tuning
+    import interpreter
     from poison import poisoned
 
+    if "TRITON_INTERPRET" in os.environ:
+        interpreter.install()
     tuning.DEFAULT = tuning.Tuning(least_certain=0)
     torch.empty, torch.empty_like = poisoned(torch.empty), poisoned(torch.empty_like)
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
