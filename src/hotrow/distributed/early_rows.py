@@ -3,7 +3,7 @@
 ```
 ids of all ranks    batch 5: A B C      batch 6: B D E
 BATCH 6   owner -> rank: B is late, because batch 5 may change it
-ROWS 5    A B C, then D E of batch 6, for which nobody waits
+ROWS 5    A B C, then D E of batch 6, while batch 5 trains
 GRADS 5
 ROWS 6    B
 ```

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -229,7 +229,8 @@ class Exchange:
             depth for depth, does in zip(headers.column(DEPTH), doers, strict=True) if does
         )
         if headers.with_status(ERROR):
-            self._raise_errors(headers, None if task is None else task.error)
+            error = None if task is None else task.error
+            _raise_first(error, headers.with_status(ERROR)[0], self.ranks)
         ended = set(headers.with_status(ENDED)) | {r for r, does in enumerate(doers) if not does}
         if len(ended) == self.ranks.size:
             return None
@@ -237,7 +238,7 @@ class Exchange:
         if len(same) == 1 and 0 not in same:
             return None
         if ended and len(headers.with_status(JOINS)) + doers.count(False) < self.ranks.size:
-            self._raise_ended(sorted(ended))
+            _raise_ended(sorted(ended), self.ranks.size)
         return self._swap_ids(headers, doers, task)
 
     def _swap_ids(self, headers: Headers, doers: list[bool], task: _Announced | None) -> Shared:
@@ -254,7 +255,7 @@ class Exchange:
         numbers = self.wire.send_numbers(places, routes, theirs)
         works = []
         for place in places:
-            work = by_place.get(place) or self._nothing(place)
+            work = by_place.get(place) or _nothing(groups[place], size)
             work.received = [counts[place] for counts in theirs]
             work.inner = groups[place].work_of(numbers[place])
             work.serial = self._serial
@@ -267,30 +268,6 @@ class Exchange:
             self.early.find_late(shared.serial, by_place, numbers, theirs)
             self._ahead[shared.serial] = shared
         return shared
-
-    def _nothing(self, place: int) -> SharedWork:
-        """Return the work of a rank that looks nothing up."""
-        group, none = self.groups[place], torch.empty(0, dtype=torch.int64)
-        ids = SortedIds(none, none, torch.zeros(1, dtype=torch.int64), none)
-        lookups = no_lookups(len(group.layout.features))
-        return SharedWork(group, lookups, ids, Route(none, none, [0] * self.ranks.size))
-
-    def _raise_errors(self, headers: Headers, error: Exception | None) -> None:
-        is_bad_id = isinstance(error, BadId)
-        text = "" if error is None else f"{int(is_bad_id)}{error}"
-        texts = self.ranks.texts(text, self.ranks.training)
-        if error is not None and not is_bad_id:
-            raise error
-        rank = headers.with_status(ERROR)[0]
-        kind: Any = BadId if texts[rank][0] == "1" else RuntimeError
-        raise kind(f"rank {rank}: {texts[rank][1:]}") from error
-
-    def _raise_ended(self, ended: Sequence[int]) -> None:
-        raise RuntimeError(
-            f"{_listed(ended)} of {self.ranks.size} ran out of batches before the others. Give all "
-            "ranks equally many batches, or train inside `with hotrow.join(model):` with "
-            "update='backward', where ranks without a batch go on serving their rows"
-        )
 
     # -- vectors -----------------------------------------------------------------------
 
@@ -425,7 +402,7 @@ class Exchange:
         on_grads, settings = self._on_grads(), self._settings()
         assert on_grads is not None
         assert settings is not None
-        numbers = self._numbers_of(settings, headers.with_status(HAS_GRADS))
+        numbers = _numbers_of(settings, headers.with_status(HAS_GRADS), self.ranks)
         with settings.used(numbers), self.early.applying(batches):
             on_grads(came, tables)
 
@@ -446,16 +423,6 @@ class Exchange:
         rows = sort_ids(numbers, group.replicas.layout.num_rows)
         number = len(self.groups) + self.replicated.index(group)
         return OwnGrads(number, None, rows.ids, reference.sum_pairs(theirs, rows))
-
-    def _numbers_of(self, settings: RuleSettings, ranks: Sequence[int]) -> Any:
-        """Return the settings of a rank that has gradients, for one that has none: it takes part
-        late, when a schedule may have moved on, or its schedules rest. None: its own."""
-        if len(ranks) == self.ranks.size:
-            return None
-        has_grads = self.ranks.rank in ranks
-        mine = json.dumps(settings.numbers()) if has_grads else ""
-        texts = self.ranks.texts(mine, self.ranks.training)
-        return None if has_grads else json.loads(texts[ranks[0]])
 
     # -- agreement ---------------------------------------------------------------------
 
@@ -490,6 +457,25 @@ class Exchange:
         return self.ranks.texts(task or "", channel)
 
 
+def _nothing(group: SharedRows, size: int) -> SharedWork:
+    """Return the work of a rank that looks nothing up, of so many ranks."""
+    none = torch.empty(0, dtype=torch.int64)
+    ids = SortedIds(none, none, torch.zeros(1, dtype=torch.int64), none)
+    lookups = no_lookups(len(group.layout.features))
+    return SharedWork(group, lookups, ids, Route(none, none, [0] * size))
+
+
+def _numbers_of(settings: RuleSettings, with_grads: Sequence[int], ranks: Ranks) -> Any:
+    """Return the settings of a rank that has gradients, for one that has none: it takes part late,
+    when a schedule may have moved on, or its schedules rest. None: its own."""
+    if len(with_grads) == ranks.size:
+        return None
+    has_grads = ranks.rank in with_grads
+    mine = json.dumps(settings.numbers()) if has_grads else ""
+    texts = ranks.texts(mine, ranks.training)
+    return None if has_grads else json.loads(texts[with_grads[0]])
+
+
 def _mask_of(tables: Collection[str], names: Sequence[str]) -> list[int]:
     """Return words with a bit for each of the tables."""
     words = [0] * -(-len(names) // _BITS)
@@ -505,6 +491,25 @@ def _tables_of(masks: Sequence[Sequence[int]], names: Sequence[str]) -> tuple[st
         name
         for number, name in enumerate(names)
         if any(mask[number // _BITS] >> number % _BITS & 1 for mask in masks)
+    )
+
+
+def _raise_first(error: Exception | None, rank: int, ranks: Ranks) -> NoReturn:
+    """Raise this rank's error, or that of the first rank that has one."""
+    is_bad_id = isinstance(error, BadId)
+    text = "" if error is None else f"{int(is_bad_id)}{error}"
+    texts = ranks.texts(text, ranks.training)
+    if error is not None and not is_bad_id:
+        raise error
+    kind: Any = BadId if texts[rank][0] == "1" else RuntimeError
+    raise kind(f"rank {rank}: {texts[rank][1:]}") from error
+
+
+def _raise_ended(ended: Sequence[int], size: int) -> NoReturn:
+    raise RuntimeError(
+        f"{_listed(ended)} of {size} ran out of batches before the others. Give all ranks equally "
+        "many batches, or train inside `with hotrow.join(model):` with update='backward', where "
+        "ranks without a batch go on serving their rows"
     )
 
 

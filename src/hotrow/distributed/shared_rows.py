@@ -15,11 +15,13 @@ from torch import Tensor
 
 from hotrow.distributed.owners import OWNED, GroupOwners, Route
 from hotrow.engine.arithmetic import HostPooling
+from hotrow.engine.capture import AroundGraph
 from hotrow.engine.rows import grads_by_row
 from hotrow.engine.work import SortedWork, Work
 from hotrow.inputs.batch import Batch, Lookups, lookups_of
 from hotrow.kernels import reference
 from hotrow.kernels.reference import SortedIds, sort_ids
+from hotrow.support.streams import capturing
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class SharedWork(SortedWork):
 
     group: SharedRows
 
+    batch: Any = None  # what this rank looks up
+
     def __init__(self, group: SharedRows, lookups: Lookups, ids: SortedIds, route: Route) -> None:
         super().__init__(group, lookups, ids)
         self.route = route
@@ -59,7 +63,7 @@ class SharedWork(SortedWork):
 
     def arrive(self, batch: Batch) -> None:
         """The batch is on the device; what was made of its ids on the host follows."""
-        device = self.group.device
+        self.batch, device = batch, self.group.device
         if self._ids.ids.device == device:
             return
         self._ids = SortedIds(*(x.to(device) for x in vars(self._ids).values()))
@@ -92,7 +96,9 @@ class SharedPlanning:
     def work(self, group: SharedRows, batch: Batch) -> SharedWork:
         lookups = lookups_of(batch.to("cpu"), self._layout)
         ids = sort_ids(lookups.ids, self._layout.num_rows)
-        return SharedWork(group, lookups, ids, group.route(ids.ids))
+        work = SharedWork(group, lookups, ids, group.route(ids.ids))
+        work.batch = batch
+        return work
 
     def part(self, work: Work, batch: Batch, part: Batch, first: int) -> Work:
         raise RuntimeError("batches whose rows several ranks share cannot be trained in parts")
@@ -114,6 +120,7 @@ class SharedRows:
     """Rows of one width that all ranks share."""
 
     active = True
+    capture: AroundGraph
 
     def __init__(
         self, owners: GroupOwners, replicated: Tensor | None, output_dtype: torch.dtype
@@ -128,6 +135,7 @@ class SharedRows:
         self.inner, self.replicas = inner, replicas
         self.dim, self.width, self.device = inner.dim, inner.width, inner.device
         self.pooling: HostPooling = inner.arithmetic.pooling(self.output_dtype)
+        self.capture = AroundGraph(self.dim, self.output_dtype, self.device)
 
     @property
     def planning(self) -> SharedPlanning:
@@ -188,6 +196,9 @@ class SharedRows:
 
     def lookup(self, work: SharedWork, x: Lookups) -> Tensor:
         """Return one vector per bag, [bags, dim]. `x` has the weights."""
+        if capturing():
+            # A copy: a model may change what it gets.
+            return self.capture.boundary_of(work).vectors.clone()
         assert work.vectors is not None
         return self.pooling.pool(work.vectors, work.ids, x)
 

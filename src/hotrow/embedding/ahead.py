@@ -104,6 +104,8 @@ class Ahead:
         self._loader, self._depth, self._is_kept = loader, depth, is_kept
         self._ids = ids if callable(ids) else None
         self._step = step
+        if hasattr(step, "fetch_by"):
+            step.fetch_by(self.fetch_vectors)
         self._standing = Standing()
         self._owner = os.getpid()
         bind_to_this_process(self)

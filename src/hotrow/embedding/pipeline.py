@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -23,6 +23,7 @@ from hotrow.embedding.plan_memory import PlanMemory
 from hotrow.embedding.row_groups import Group, RowGroups
 from hotrow.embedding.step import PendingStep
 from hotrow.embedding.torch_surface import weights_count
+from hotrow.engine.capture import GraphBoundary
 from hotrow.engine.schedule import at_once
 from hotrow.engine.stages import Stage
 from hotrow.engine.work import Work
@@ -143,6 +144,11 @@ def _find_empty(
     return newest if recomputes or newest is unseen else None
 
 
+def _overlaps(rows: RowGroups) -> bool:
+    """Whether a batch that is read ahead has its rows in slots while the one before trains."""
+    return rows.strategy.overlapped and rows.strategy.reads_ahead_on(rows.device)
+
+
 class Pipeline:
     """Plans the batches of a collection, and keeps the newest ones until they are looked up."""
 
@@ -173,9 +179,7 @@ class Pipeline:
         planned = self._checked(features, *args, **options)
         if self._rows.exchange is None:
             return planned
-        strategy, device = self._rows.strategy, self._rows.device
-        is_early = strategy.overlapped and strategy.reads_ahead_on(device)
-        is_ahead = options.get("held", False) and is_early
+        is_ahead = options.get("held", False) and _overlaps(self._rows)
         return self._announced(planned, 0, is_ahead=is_ahead) or planned
 
     def _checked(self, features: Any, *args: Any, **options: Any) -> PlannedBatch:
@@ -346,9 +350,9 @@ class Pipeline:
 
     def fetch(self, planned: PlannedBatch) -> None:
         """Get the vectors of a batch from the ranks that own its rows, if there are several."""
-        rows = self._rows
-        if planned.shared is not None and rows.exchange is not None:
-            rows.exchange.fetch(planned.shared, rows.version, rows.version - rows.steps)
+        rows, exchange = self._rows, self._rows.exchange
+        if planned.shared is not None and exchange is not None and not capturing():
+            exchange.fetch(planned.shared, rows.version, rows.version - rows.steps)
 
     def join(self, joins: bool) -> None:
         """Let ranks have different numbers of batches from now on, or no longer."""
@@ -392,10 +396,8 @@ class Pipeline:
         self.iterator = weakref.ref(iterator)
 
     def leave(self, iterator: Any, *, waits: bool = True) -> None:
-        """End the pass of an iterator; do nothing if another one has entered since.
-
-        If the caller must not wait for the lock, the next call that trains ends the pass.
-        """
+        """End the pass of an iterator, unless another one has entered since. If the caller must
+        not wait for the lock, the next call that trains ends it."""
         entered = self.iterator
         if entered is None or entered() is not iterator:
             return
@@ -474,6 +476,10 @@ class Pipeline:
     def updates_at_once(self) -> bool:
         """Whether gradients reach rows unseen: nothing scales or checks them."""
         return self._step.at_once
+
+    def end_captured(self, boundaries: Sequence[tuple[Work, GraphBoundary]]) -> None:
+        """Exchange the gradients that a graph has left for a batch, as `backward()` does."""
+        self._step.end_captured(boundaries)
 
     # -- stages ------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hotrow.embedding.row_groups import Group
+from hotrow.engine.capture import GraphBoundary
 from hotrow.engine.row_sums import RowSums
 from hotrow.engine.split_batch import Place
 from hotrow.engine.work import Work
@@ -80,6 +81,45 @@ def joined_grads(group: Group, waiting: list[RowGrads]) -> tuple[Tensor, Tensor,
     every, grads = zip(*(each.summed() for each in waiting), strict=True)
     ids = reference.sort_ids(torch.cat(every), group.layout.num_rows)
     return ids.ids, reference.sum_pairs(torch.cat(grads), ids), None
+
+
+def tables_in(
+    by_group: Sequence[GroupGrads], num_groups: int, names: Sequence[str]
+) -> tuple[str, ...]:
+    """Return the tables whose vectors have a gradient: this step is theirs alone."""
+    if len(by_group) == num_groups and all(
+        row_grads.x.used is None and not row_grads.x.parts
+        for _, _, waiting in by_group
+        for row_grads in waiting
+    ):
+        return tuple(names)
+    used = {
+        group.layout.tables[group.layout.features[row_grads.x.feature_of(part)].table].name
+        for _, group, waiting in by_group
+        for row_grads in waiting
+        for part in range(len(row_grads.x.part_sizes))
+        if row_grads.x.used is None or row_grads.x.used[part]
+    }
+    return tuple(name for name in names if name in used)
+
+
+def leave_to_graph(by_group: Sequence[GroupGrads]) -> None:
+    """Leave gradients where the graph that is being captured ends: ranks exchange them after it."""
+    for _, group, waiting in by_group:
+        only = waiting[0]
+        if len(waiting) > 1 or only.of_bags is None:
+            raise RuntimeError("rows of several ranks are looked up more than once in the step")
+        boundary = group.capture.boundary_of(only.work)
+        boundary.grads, boundary.used = only.of_bags, only.x.used
+
+
+def left_by_graph(boundaries: Sequence[tuple[Work, GraphBoundary]]) -> list[RowGrads]:
+    """Return the gradients that a graph has left for one batch."""
+    return [
+        RowGrads(LookupCall(0, -1), work, replace(work.lookups, used=x.used), x.grads, None, None)
+        for work, x in boundaries
+        if x.grads is not None
+    ]
 
 
 def whole_batches(waiting: list[RowGrads]) -> list[RowGrads]:

@@ -350,6 +350,8 @@ class RowGroups:
         parts: Counter[str] = Counter()
         for group in self.every_group:
             parts.update(group.num_bytes())
+        for shared in self.lookup_groups if self.is_shared else ():
+            parts.update(shared.capture.num_bytes())
         for frozen in {id(group.store): group.store.frozen.bits for group in self.groups}.values():
             if frozen is not None and frozen.device == self.device:
                 parts["which rows are frozen"] += frozen.nbytes

@@ -22,13 +22,17 @@ from hotrow.embedding.row_grads import (
     LookupCall,
     RowGrads,
     joined_grads,
+    leave_to_graph,
+    left_by_graph,
     sums_of,
+    tables_in,
     whole_batches,
 )
 from hotrow.embedding.row_groups import Group, RowGroups
 from hotrow.embedding.stand_ins import stand_in_of
 from hotrow.embedding.waiting import WaitingGrads
 from hotrow.embedding.wrappers import end_backward_together
+from hotrow.engine.capture import GraphBoundary
 from hotrow.engine.work import Work
 from hotrow.inputs.batch import Lookups, no_lookups
 from hotrow.support.interrupts import uninterrupted
@@ -370,6 +374,9 @@ class PendingStep:
                 self._apply_all(*self._take())
             return
         by_group, tables = self._take()
+        if capturing():
+            leave_to_graph(by_group)
+            return
         joined = {place: joined_grads(group, x) for place, group, x in by_group}
         grads = {
             place: Grads(ids, _unscaled(x, self.grad_scale), work)
@@ -380,6 +387,14 @@ class PendingStep:
             exchange.send_grads(grads, tables)  # calls `_apply` with what came
         finally:
             self._is_sending = False
+
+    def end_captured(self, boundaries: Sequence[tuple[Work, GraphBoundary]]) -> None:
+        """Exchange the gradients that a graph has left at its boundaries."""
+        self._optimizer.expect_step()
+        self.passes += 1
+        with uninterrupted():
+            self._waiting += left_by_graph(boundaries)
+            self.finish()
 
     def _take(self) -> tuple[list[GroupGrads], tuple[str, ...]]:
         """Take the gradients that wait, by group, and the tables that have one."""
@@ -399,7 +414,8 @@ class PendingStep:
             for place, group in enumerate(self._rows.lookup_groups)
             if (row_grads := [x for x in waiting if x.work.group is group])
         ]
-        return by_group, self._tables_in(by_group)
+        names = self._optimizer.names
+        return by_group, tables_in(by_group, len(self._rows.lookup_groups), names)
 
     def _apply(self, own: Sequence[OwnGrads], tables: Collection[str]) -> None:
         """Update the rows that this rank owns, from the gradients of all ranks."""
@@ -482,24 +498,6 @@ class PendingStep:
         if self._rows.exchange is not None:
             wait_on = self.for_step is not None and not self._fuses
             self._rows.exchange.early.note_step(wait_on=wait_on)
-
-    def _tables_in(self, by_group: Sequence[GroupGrads]) -> tuple[str, ...]:
-        """Return the tables whose vectors have a gradient: this step is theirs alone."""
-        names = self._optimizer.names
-        if len(by_group) == len(self._rows.lookup_groups) and all(
-            row_grads.x.used is None and not row_grads.x.parts
-            for _, _, waiting in by_group
-            for row_grads in waiting
-        ):
-            return tuple(names)
-        used = {
-            group.layout.tables[group.layout.features[row_grads.x.feature_of(part)].table].name
-            for _, group, waiting in by_group
-            for row_grads in waiting
-            for part in range(len(row_grads.x.part_sizes))
-            if row_grads.x.used is None or row_grads.x.used[part]
-        }
-        return tuple(name for name in names if name in used)
 
     @property
     def at_once(self) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotrow.engine.settings import Settings
 from hotrow.engine.work import Work
 from hotrow.inputs.batch import Batch
 from hotrow.store.ram import Store
@@ -91,10 +90,12 @@ class InGraph(NoCapture):
 
 
 class AroundGraph(NoCapture):
-    """Rows on the host, which looks them up before the graph and updates them after it."""
+    """Rows that no graph can reach, on the host or on other ranks: they are looked up before the
+    graph and updated after it."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._dim, self._dtype, self._device = settings.dim, settings.output_dtype, settings.device
+    def __init__(self, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        """`dtype`: of the vectors."""
+        self._dim, self._dtype, self._device = dim, dtype, device
         # Of the newest graph, by its input; graphs hold them, and they go with them.
         self._boundaries: weakref.WeakValueDictionary[int, GraphBoundary] = (
             weakref.WeakValueDictionary()
@@ -122,7 +123,7 @@ class AroundGraph(NoCapture):
 
 
 class GraphBoundary(NoBoundary):
-    """Where a captured step is cut: vectors come from the host's rows, gradients go there."""
+    """Where a captured step is cut: vectors come from rows outside, gradients go there."""
 
     def __init__(self, vectors: Tensor) -> None:
         self.vectors = vectors  # [bags, dim], read by the graph

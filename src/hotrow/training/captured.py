@@ -27,6 +27,7 @@ from hotrow.support.messages import warn
 from hotrow.support.streams import PRIORITIES, Lanes, Name, capture, is_spoiled
 from hotrow.support.threads import writing
 from hotrow.training.capture_guard import CaptureGuard
+from hotrow.training.rank_turn import RankTurn
 from hotrow.training.static_inputs import (
     InputForm,
     InputShape,
@@ -43,7 +44,7 @@ _MOST_SHAPES = 4
 _MOST_SPOILED = 20  # captures that other threads may spoil before steps run kernel by kernel
 
 # A step in two phases: each yields the loss so far when it is asked for.
-Phases = Callable[[Any, Split], Generator[Tensor]]
+Phases = Callable[[Any, Any], Generator[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class GraphSettings:
     forgotten: int = 64  # batches after which a shape that did not come again gives way to another
 
 
-def run_phases(phases: Generator[Tensor], split: Split) -> Tensor:
+def run_phases(phases: Generator[Tensor], split: Split | RankTurn) -> Tensor:
     """Run both phases of a step, the second when its rows have arrived; return its loss."""
     try:
         next(phases)
@@ -262,7 +263,7 @@ class CapturedStep:
 
     # -- steps -------------------------------------------------------------------------
 
-    def run(self, batch: Any, split: Split | None = None) -> Tensor:
+    def run(self, batch: Any, split: Split | RankTurn | None = None) -> Tensor:
         """Run one step, captured where that is possible. The loss lasts until the next one.
 
         After a captured step, `pending_loss()` returns its loss on the host.
@@ -296,9 +297,12 @@ class CapturedStep:
             self.pending_loss = static.pending_loss = PendingLoss(static.loss, self._lanes)
         return loss
 
-    def _replay(self, graph: _Graph, static: StaticInput, split: Split | None) -> None:
+    def _replay(self, graph: _Graph, static: StaticInput, split: Split | RankTurn | None) -> None:
         if static.pending_loss is not None:
             static.pending_loss()  # its memory is written now
+        if isinstance(split, RankTurn):
+            self._replay_in_turn(graph, static, split)
+            return
         around = list(zip(works_of(static.planned), graph.boundaries, strict=True))
         # Under one lock, or rows might miss an update that the dense part has had.
         with writing([collection.lock for collection, _ in static.planned]):
@@ -317,6 +321,28 @@ class CapturedStep:
             for work, boundary in around:
                 boundary.apply(work)
 
+    def _replay_in_turn(self, graph: _Graph, static: StaticInput, turn: RankTurn) -> None:
+        """Ranks exchange vectors, then the first graph runs, then they exchange gradients. While
+        one of them waits for another, it holds no lock."""
+        boundaries = deque(graph.boundaries)
+        around = []
+        for collection, planned in static.planned:
+            around.append([(work, boundaries.popleft()) for work in planned.works])
+            collection.pipeline.fetch(planned)
+            with writing([collection.lock]):
+                for work, boundary in around[-1]:
+                    boundary.load(work)
+        turn.begin_replay()
+        graph.replay_first()
+        for (collection, _), of_batch in zip(static.planned, around, strict=True):
+            collection.pipeline.end_captured(of_batch)
+        if turn.end_replay(graph.split):
+            graph.replay()
+        else:
+            turn.update()
+            self._loss.copy_(turn.mean)
+            static.loss.copy_(self._loss, non_blocking=True)
+
     def _leave(self, trained: StaticInput) -> None:
         """Free a static input, and those of earlier batches that were not trained."""
         for static in self._inputs.values():
@@ -326,14 +352,14 @@ class CapturedStep:
         for collection, planned in trained.planned:
             collection.pipeline.done_with(planned)
 
-    def _run_eagerly(self, batch: Any, split: Split | None = None) -> Tensor:
+    def _run_eagerly(self, batch: Any, split: Split | RankTurn | None = None) -> Tensor:
         if split is not None:
             return run_phases(self._phases_of(batch, split), split)
         step = self._step()
         assert step is not None
         return step(batch)
 
-    def _phases_of(self, batch: Any, split: Split) -> Generator[Tensor]:
+    def _phases_of(self, batch: Any, split: Split | RankTurn) -> Generator[Tensor]:
         phases = self._phases()
         assert phases is not None
         return phases(batch, split)
@@ -354,7 +380,9 @@ class CapturedStep:
         self._shapes[static.key].is_tried = True
         return loss
 
-    def _graph_for(self, static: StaticInput, split: Split | None = None) -> _Graph | None:
+    def _graph_for(
+        self, static: StaticInput, split: Split | RankTurn | None = None
+    ) -> _Graph | None:
         self._drop_if_stale(static.planned)
         if self._refused:
             return None
@@ -391,7 +419,7 @@ class CapturedStep:
         self._loss.copy_(loss)
         static.loss.copy_(self._loss, non_blocking=True)
 
-    def _capture(self, static: StaticInput, split: Split | None = None) -> _Graph:
+    def _capture(self, static: StaticInput, split: Split | RankTurn | None = None) -> _Graph:
         phases = None if split is None else self._phases_of(static.batch, split)
         launch, capture = partial(self._launch, static, phases), self._settings.capture
         first = None
@@ -429,7 +457,7 @@ class CapturedStep:
             if collection.optimizer.in_graph is not None
         ]
         counters = [counter for counter, _ in counted]
-        return _Graph(graph, counters, kept, updated, boundaries, first)
+        return _Graph(graph, counters, kept, updated, boundaries, first, split)
 
     def drop(self) -> None:
         """Capture again: the step has changed."""
@@ -477,11 +505,14 @@ class _Graph:
         updated: list[tuple[Any, tuple[str, ...]]],
         boundaries: list[Any],
         first: Any = None,
+        split: Any = None,
     ) -> None:
         """`updated`: the collections whose rows it updates, and which tables. `boundaries`: what
-        the host does around it. `first`: the graph of the first phase, if there are two."""
+        the host does around it. `first`: the graph of the first phase, if there are two, as of the
+        `split` that was captured."""
         self._graph, self._counted, self._kept = graph, counted, kept
         self.updated, self.boundaries, self._first = updated, boundaries, first
+        self.split = split
 
     def replay_first(self) -> None:
         self._first.replay()

@@ -16,6 +16,8 @@ from hotrow.embedding.optimizer import RowOptimizer
 from hotrow.engine.split_batch import Split
 from hotrow.support.streams import Lanes
 from hotrow.training.captured import CapturedStep, GraphSettings, run_phases
+from hotrow.training.rank_turn import RankTurn
+from hotrow.training.shared_dense import SharedDense
 
 
 def label_of(batch: Any) -> Any:
@@ -67,6 +69,9 @@ def graphed(
     with the same bits. Without these, shapes that come often are captured, with room for the
     largest batch seen. On a CPU every step runs eagerly. `clip_norm` is the maximum gradient norm
     of the dense part, and of rows with `update="step"`.
+
+    Several ranks call it together, with their parts of a batch. Their dense gradients are averaged,
+    and the loss is the mean over all samples; a step is two graphs with exchanges around them.
     """
     if not callable(loss_fn) or not callable(labels):
         wrong = "loss_fn" if not callable(loss_fn) else "labels"
@@ -75,33 +80,27 @@ def graphed(
     for name, value in (("batch_size", batch_size), ("max_lookups", max_lookups)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
-    _refuse_ranks(model)
-    lanes = next(iter(some_collections_in(model).values())).lanes
-    return GraphedStep(
-        model,
-        loss_fn,
-        optimizer,
-        labels=labels,
-        batch_size=batch_size,
-        max_lookups=max_lookups,
-        clip_norm=clip_norm,
-        lanes=lanes if lanes.device.type == "cuda" else None,
-    )
-
-
-def _refuse_ranks(model: nn.Module) -> None:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise TypeError(
             "hotrow.graphed takes the model without DistributedDataParallel, which averages "
-            "gradients in hooks of backward() that a graph would not call"
+            "gradients in hooks of backward() that a graph would not call: give it the model "
+            "itself, and the step averages gradients"
         )
-    for collection in some_collections_in(model).values():
-        if collection.ranks is not None:
-            raise ValueError(
-                f"hotrow.graphed captures steps of one rank so far, and there are "
-                f"{collection.ranks.size}, which exchange rows within a step: use hotrow.Trainer, "
-                "or a loop of your own"
-            )
+    collections = some_collections_in(model)
+    lanes = next(iter(collections.values())).lanes
+    options: dict[str, Any] = {
+        "labels": labels,
+        "batch_size": batch_size,
+        "max_lookups": max_lookups,
+        "clip_norm": clip_norm,
+        "lanes": lanes if lanes.device.type == "cuda" else None,
+    }
+    if any(collection.ranks is not None for collection in collections.values()):
+        from hotrow.training.ranked_step import RankedStep  # which is a kind of GraphedStep
+
+        dense = SharedDense(model, collections)
+        return RankedStep(model, loss_fn, optimizer, dense=dense, **options)
+    return GraphedStep(model, loss_fn, optimizer, **options)
 
 
 class GraphedStep:
@@ -131,7 +130,7 @@ class GraphedStep:
         self._mean_loss = torch.compile(_mean_loss, dynamic=False) if compile else _mean_loss
         self._compiles, self._full = compile, 0  # samples of the largest batch of a run so far
         self._around, self._in_forward = around, in_forward
-        self._split: Split | None = None
+        self._split: Split | RankTurn | None = None
         collections = collections_in(model).values()
         # Of collections whose rows wait for an optimizer's step.
         self._waiting = [c.torch_steps for c in collections if c.torch_steps is not None]
@@ -179,8 +178,8 @@ class GraphedStep:
             return self._run_split(batch)
         return self._once(batch) if self.landing is None else self.landing.run(batch)
 
-    def split(self, split: Split) -> None:
-        """Train the next batch in two parts."""
+    def split(self, split: Split | RankTurn) -> None:
+        """Train the next batch in two parts, or together with other ranks."""
         self._split = split
 
     def _run_split(self, batch: Any) -> Tensor:
@@ -216,9 +215,9 @@ class GraphedStep:
         """Return how many samples a batch has that was trained just now, on all ranks."""
         return len(self.labels(batch))
 
-    def reading(self, fetch: Callable[[], bool]) -> AbstractContextManager[None]:
-        """Inside, batches are those of a pass; `fetch` is for steps of several ranks."""
-        return nullcontext()
+    def fetch_by(self, fetch: Callable[[], bool]) -> None:
+        """Take the method with which a rank without samples takes part in a lookup of the others;
+        it returns whether their batch was known."""
 
     def begin_run(self) -> None:
         """Begin a run, whose batches may be of another size than before."""
@@ -235,7 +234,7 @@ class GraphedStep:
         with self._in_forward():
             return mean_loss(self.loss_fn, forward(batch), labels)
 
-    def _phases(self, batch: Any, split: Split) -> Generator[Tensor]:
+    def _phases(self, batch: Any, split: Any) -> Generator[Tensor]:
         """Run one step in two phases; rows of the second may still have to arrive.
 
         The loss of a part is its share of the mean over the whole batch, so gradients add up to

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Generator
 from typing import Any
 
 from torch import Tensor
@@ -12,55 +12,59 @@ from hotrow.distributed.exchange import is_told
 from hotrow.distributed.ranks import RankError
 from hotrow.support.messages import warn
 from hotrow.training.graphed import GraphedStep
+from hotrow.training.rank_turn import RankTurn, StepMemory
 from hotrow.training.shared_dense import SharedDense
 
 
 class RankedStep(GraphedStep):
-    """A training step that all ranks make together. It runs eagerly.
+    """A training step that all ranks make together.
 
     The loss of a part is its share of the mean over the whole batch. Rows and dense weights get the
-    gradients of that mean, and the loss that is returned is that mean.
+    gradients of that mean, and the loss that is returned is that mean. Some ranks may run a step
+    eagerly that others replay: they exchange the same messages.
     """
 
     def __init__(self, *args: Any, dense: SharedDense, **options: Any) -> None:
-        super().__init__(*args, **options, lanes=None)
+        super().__init__(*args, **options)
         self._dense, self._steps = dense, 0
+        self._memory = StepMemory(dense.device)
         self._samples = 0  # of the newest batch, on all ranks
         self._runs_empty = True  # the model can be called with a batch of 0 samples
-        # Takes part in the lookup of the newest batch; False: its ids were not known.
-        self._fetch: Callable[[], bool] = lambda: False
+        self._fetch: Callable[[], Callable[[], bool] | None] = lambda: None
         dense.start_alike(self._weights())
 
     def samples_of(self, batch: Any) -> int:
         return self._samples
 
-    @contextmanager
-    def reading(self, fetch: Callable[[], bool]) -> Iterator[None]:
-        """Inside, batches are those of a pass whose vectors `fetch` gets."""
-        before, self._fetch = self._fetch, fetch
-        try:
-            yield
-        finally:
-            self._fetch = before
+    def fetch_by(self, fetch: Callable[[], bool]) -> None:
+        self._fetch = weakref.WeakMethod(fetch)
 
-    def _once(self, batch: Any) -> Tensor:
+    def run(self, batch: Any) -> Tensor:
         dense, samples = self._dense, len(self.labels(batch))
         self._steps += 1
         part = dense.part(samples, self._steps)
         self._samples = part.samples
+        turn = RankTurn(
+            batch, samples, part, dense, self._memory, self._weights, self._update, self._around
+        )
+        self.split(turn)
+        loss = super().run(batch)
+        dense.follow_buffers(part.first)
+        return loss
+
+    def _phases(self, batch: Any, split: Any) -> Generator[Tensor]:
+        turn: RankTurn = split
         with self._around(), self._fused():
-            loss = self._loss_of(batch) if samples else self._loss_without_samples(batch)
+            loss = self._loss_of(batch) if turn.samples else self._loss_without_samples(batch)
             self._zero_grad()
             if loss is not None:
-                # Not even by 1, so that equal parts have the bits of a loop written by hand.
-                loss = loss if part.scale == 1 else loss * part.scale
+                loss = turn.scaled(loss)
                 loss.backward()
-            dense.settle()
-            own = loss.detach() if samples and loss is not None else dense.zero()
-            mean = dense.average(self._weights(), own, is_empty=not samples)
+            own = loss.detach() if turn.samples and loss is not None else self._dense.zero()
+            turn.end_first(own)
+            yield own
             self._update()
-        dense.follow_buffers(part.first)
-        return mean if part.samples else mean * float("nan")  # as the mean of nothing is
+            yield turn.mean
 
     def _loss_without_samples(self, batch: Any) -> Tensor | None:
         """Return the loss of no samples, whose gradients are zero or NaN and count as zero. None:
@@ -88,7 +92,8 @@ class RankedStep(GraphedStep):
 
     def _take_part(self) -> None:
         """Take part where other ranks look up the batch, unless the model has done so."""
-        if not self._dense.looks_up() and not self._fetch():
+        fetch = self._fetch()
+        if not self._dense.looks_up() and not (fetch is not None and fetch()):
             raise RuntimeError(
                 "this rank has no samples of a batch, and what the model looks up is not known "
                 "yet: let the first batches have at least as many samples as there are ranks"

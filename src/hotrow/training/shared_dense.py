@@ -41,8 +41,8 @@ class SharedDense:
         self._ranks = exchanges[0].ranks
         if any(x.ranks is not self._ranks for x in exchanges) or len(shared) < len(collections):
             raise ValueError(
-                "hotrow.Trainer needs the same ranks for all collections of a model; give them one "
-                "process_group= and one device"
+                "a step of several ranks needs the same ranks for all collections of a model; give "
+                "them one process_group= and one device"
             )
         _refuse_wrapped(model)
         self._model, self._exchange = model, exchanges[0]
@@ -81,9 +81,13 @@ class SharedDense:
         scale = samples * self._ranks.size / total if total else 0.0
         return Part(total, scale, next((r for r, count in enumerate(counts) if count), 0))
 
+    @property
+    def device(self) -> torch.device:
+        return self._collections[0].device
+
     def zero(self) -> Tensor:
         """Return the loss of no samples."""
-        return torch.zeros((), device=self._collections[0].device)
+        return torch.zeros((), device=self.device)
 
     def sent_bytes(self) -> dict[str, int]:
         """Return what this rank has sent to others so far, named as in a StepRecord."""
@@ -203,7 +207,7 @@ def _grad_of(weight: Tensor, *, is_empty: bool) -> Tensor:
         return weight.new_zeros(weight.numel())
     if grad.is_sparse:
         raise ValueError(
-            "hotrow.Trainer averages dense gradients, and a weight has a sparse one, as of "
+            "gradients of dense weights are averaged, and a weight has a sparse one, as of "
             "nn.Embedding(sparse=True): let hotrow keep its rows, or build it with sparse=False"
         )
     return grad.reshape(-1)

@@ -121,7 +121,9 @@ class Trainer(Generic[Batch]):
         if any(collection.ranks is not None for collection in self._collections.values()):
             refuse_on_ranks(system)
             self._dense = SharedDense(model, self._collections)
-            self._step = RankedStep(model, loss_fn, dense_optimizer, dense=self._dense, **options)
+            self._step = RankedStep(
+                model, loss_fn, dense_optimizer, dense=self._dense, lanes=lanes, **options
+            )
         else:
             self._step = GraphedStep(model, loss_fn, dense_optimizer, lanes=lanes, **options)
         self._losses: _Losses | None = None
@@ -183,7 +185,7 @@ class Trainer(Generic[Batch]):
             before = (counted or self._counters()) | self._times(clock)
             started = perf_counter() if asked is None else asked
             for batch in source:
-                with clock.part("train"), self._step.reading(source.fetch_vectors):
+                with clock.part("train"):
                     loss = self._train(batch)
                 samples = self._step.samples_of(batch)
                 after = self._counters() | self._times(clock)

@@ -62,7 +62,7 @@ class HostRows:
         self._peak = LargestBytes()
         self.planning = HostPlanning(settings, self.link, self.hot, self.counters, self._peak)
         self.table = HostTable(settings, store, self.link)
-        self.capture = AroundGraph(settings)
+        self.capture = AroundGraph(settings.dim, settings.output_dtype, settings.device)
 
     # -- planning ----------------------------------------------------------------------
 
