@@ -20,9 +20,11 @@ from torch import Tensor, nn
 import hotrow
 from builders import skewed
 from graph_replays import ModuleReplays
+from hotrow.inputs.calls import Call, JoinedCalls
 from hotrow.inputs.tree import to_device
 from hotrow.support.streams import lanes_of
 from hotrow.training.graphed import GraphedStep
+from hotrow.training.static_inputs import growing_ids
 
 Batch = dict[str, Tensor]
 Look = Callable[[Any, Batch], list[Tensor]]
@@ -276,6 +278,15 @@ def test_a_captured_step_of_modules_has_the_bits_of_an_eager_one(
     assert_same(captured(net, loader, make, device, **options), expected)
     if device == "cuda":
         assert_same(captured(net, loader, make, device, strategy="all-fast", **options), expected)
+
+
+def test_ids_side_by_side_in_one_memory_all_get_room() -> None:
+    starts, every = torch.tensor([0, 2]), torch.arange(12)
+    first, second, third = every.split([5, 4, 3])
+    calls = [Call("a", first, starts), Call("b", second, starts)]
+    places = {id(first): 0, id(second): 2}
+    assert growing_ids(JoinedCalls(calls), places) == {0, 2}
+    assert not growing_ids(JoinedCalls([*calls, Call("c", third)]), places)
 
 
 @slowly_on_both

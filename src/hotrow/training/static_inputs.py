@@ -52,14 +52,14 @@ def has_size(planned: PlannedBatch, size: int) -> bool:
 def growing_ids(features: JoinedCalls, places: Mapping[int, int]) -> set[int]:
     """Return the places of the tensors that have another number of ids in each batch: those of bags
     with offsets. Calls of another form would read the padding of such a tensor."""
-    growing, fixed = {}, set()
+    growing, fixed = {}, set()  # several tensors may be parts of one memory
     for call in features.calls:
         memory = call.ids.untyped_storage().data_ptr()
         if call.offsets is None or id(call.ids) not in places:
             fixed.add(memory)
         else:
-            growing[memory] = places[id(call.ids)]
-    return {place for memory, place in growing.items() if memory not in fixed}
+            growing[places[id(call.ids)]] = memory
+    return {place for place, memory in growing.items() if memory not in fixed}
 
 
 class PendingLoss:
