@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hotrow.inputs.batch import fixed_outline, lookups_of, outline_of
 from hotrow.inputs.calls import Call, JoinedCalls
@@ -107,3 +112,26 @@ def test_what_depends_on_shapes_alone_is_made_once() -> None:
     assert not torch.equal(batches[0].values, batches[1].values)
     (layout,) = groups((4, 4, 4))
     assert outline_of(batches[0], layout).offsets is batches[0].offsets
+
+
+class OneDevice(TorchDispatchMode):
+    """Fails where something is copied from one device to another."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, found)) if isinstance(x, Tensor)]
+        assert len({x.device for x in tensors}) < 2, func
+        return found
+
+
+def test_a_graph_that_joins_padded_ids_copies_nothing_from_the_host() -> None:
+    """What depends on shapes may have been forgotten since the step was tried."""
+    device, calls = torch.device("meta"), []
+    for call in calls_of([2, 0], [1, 1], [4, 4]):
+        ids, offsets, count = call.ids.to(device), None, None
+        if call.offsets is not None:
+            offsets, count = call.offsets.to(device), torch.zeros(1, device=device).long()
+        calls.append(replace(call, ids=ids, offsets=offsets, count=count))
+    with OneDevice():  # type: ignore[no-untyped-call]
+        batch = JoinedCalls(calls).as_batch(COLUMNS)
+    assert batch.varies

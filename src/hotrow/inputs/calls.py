@@ -19,6 +19,12 @@ from hotrow.support.streams import capturing
 _MOST_CONSTANTS = 16  # tensors that batches of the same shapes share
 
 
+def _filled(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Return numbers on a device, by launches alone: a graph cannot copy what the host had in
+    ordinary memory."""
+    return torch.cat([torch.full((1,), number, device=device) for number in numbers])
+
+
 @dataclass(frozen=True)
 class Call:
     """What a module is called with: ids of any shape, and which of them form a bag.
@@ -211,7 +217,7 @@ class JoinedCalls:
         firsts = [sum(sizes[:k]) for k in range(len(sizes))]
         both = self._constant(
             (values.device, "places", tuple(sizes)),
-            lambda: torch.tensor([sizes, firsts]).to(values.device, non_blocking=True),
+            lambda: torch.stack([_filled(x, values.device) for x in (sizes, firsts)]),
         )
         pairs = list(zip(ordered, both[0].split(1), strict=True))
         counts = torch.cat([size if call.count is None else call.count for call, size in pairs])
