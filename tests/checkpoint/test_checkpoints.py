@@ -455,6 +455,37 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
     stream.close()
 
 
+def compiled(model: Any, *, whole: bool) -> Any:
+    if whole:
+        return torch.compile(model, backend="eager")
+    model.first = torch.compile(model.first, backend="eager")
+    return model
+
+
+def test_a_compiled_model_has_the_names_of_a_plain_one(tmp_path: Path) -> None:
+    """Also where earlier versions have saved the names that torch.compile gives."""
+    names = {f"embedding.embedding_bags.{table.name}.weight" for table in TABLES}
+    names |= {name for name in Small().state_dict() if not name.startswith("embedding")}
+    for number, whole in enumerate((True, False)):
+        folder, model = tmp_path / str(number), compiled(Small(seed=1), whole=whole)
+        checkpoint = Checkpoint(hotrow.save_checkpoint(folder, model, step=1))
+        assert {*(table.key for table in checkpoint.tables), *checkpoint.dense} == names
+        hotrow.save_model(folder / "model", model)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hotrow.checkpoint.parts.plain_names", lambda _: lambda name: name)
+            hotrow.save_checkpoint(folder / "earlier", model, step=1)
+        loads: list[tuple[Any, str, Any]] = [
+            (hotrow.load_checkpoint, "", Small()),
+            (hotrow.load_checkpoint, "", compiled(Small(), whole=not whole)),
+            (hotrow.load_checkpoint, "earlier", compiled(Small(), whole=whole)),
+            (hotrow.load_model, "model", Small()),
+        ]
+        for load, place, other in loads:
+            load(folder / place, other)
+            pairs = zip(other.state_dict().values(), model.state_dict().values(), strict=True)
+            assert all(same_bits(x, y) for x, y in pairs)
+
+
 def test_checkpoints_of_the_first_format_load() -> None:
     """Written once, by `first_format` below, and read by every version."""
     model, optimizer = first_format()

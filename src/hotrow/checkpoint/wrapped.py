@@ -1,8 +1,8 @@
 """Models inside torch's wrappers: names without those of wrappers, and tensors cut among ranks.
 
-DistributedDataParallel adds `module.` to names. FSDP2 (`fully_shard`) makes DTensors of parameters,
-of which each rank has a part. A checkpoint has plain names and whole tensors, so it does not depend
-on either.
+DistributedDataParallel adds `module.` to names, and torch.compile `_orig_mod.`. FSDP2
+(`fully_shard`) makes DTensors of parameters, of which each rank has a part. A checkpoint has plain
+names and whole tensors, so it does not depend on any of them.
 """
 
 from __future__ import annotations
@@ -12,18 +12,23 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hotrow.embedding.in_models import part_of_wrapper
+
 
 def plain_names(model: nn.Module) -> Callable[[str], str]:
     """Return what takes the parts of wrappers out of a name of this model."""
-    kinds = nn.parallel.DistributedDataParallel, nn.DataParallel
-    wrappers = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    wrappers = [(name, part_of_wrapper(module)) for name, module in model.named_modules()]
     # The inner ones first, while names still have the parts of the outer ones.
-    prefixes = [f"{name}.module.".lstrip(".") for name in sorted(wrappers, key=len, reverse=True)]
+    parts = [
+        (f"{name}.{part}.".lstrip("."), f"{name}.".lstrip("."))
+        for name, part in sorted(wrappers, key=lambda x: len(x[0]), reverse=True)
+        if part is not None
+    ]
 
     def plain(name: str) -> str:
-        for prefix in prefixes:
+        for prefix, without in parts:
             if f"{name}.".startswith(prefix):
-                name = prefix.removesuffix("module.") + name[len(prefix) :]
+                name = without + name[len(prefix) :]
         return name.rstrip(".")
 
     return plain

@@ -21,7 +21,7 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             known[name] = known[parent] if name else ""
         else:
             known[name] = f"{known[parent]}.{last}".lstrip(".")
-        part = _part_of_wrapper(module)
+        part = part_of_wrapper(module)
         if part is not None:
             wrappers[name] = part
         yield known[name], module
@@ -36,11 +36,11 @@ def user_name(model: nn.Module, name: str) -> str:
 
 def bare(model: nn.Module) -> nn.Module:
     """Return the model that wrappers were built around."""
-    part = _part_of_wrapper(model)
+    part = part_of_wrapper(model)
     return model if part is None else bare(getattr(model, part))
 
 
-def _part_of_wrapper(module: nn.Module) -> str | None:
+def part_of_wrapper(module: nn.Module) -> str | None:
     """Return the attribute in which a wrapper of torch has its model; None: it is no wrapper."""
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return "module"
