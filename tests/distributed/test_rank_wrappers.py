@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -148,3 +149,42 @@ def test_rows_of_torch_optimizers_go_on(tmp_path: Path) -> None:
     ):
         assert all(same_bits(saved[-1][key], resumed[-1][key]) for key in saved[-1])
         assert not same_bits(saved[0]["item"], resumed[0]["item"])
+
+
+class Towers(nn.Module):
+    def __init__(self, seed: int, *, in_parts: bool) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.user, self.item = (nn.Sequential(nn.Embedding(rows, 4)) for rows in (3_000, 1_500))
+        for part in (self.user, self.item) if in_parts else (self,):
+            hotrow.convert(part, "40%", show=False)
+
+    def rows(self) -> list[Tensor]:
+        modules: list[Any] = [self.user[0], self.item[0]]
+        return [torch.cat([chunk for _, chunk in module.weights()]) for module in modules]
+
+
+def other_names(
+    rank: int, world: int, folder: Path, in_parts: bool
+) -> tuple[list[Tensor], list[Tensor], str, bool]:
+    """What is saved, and loaded into a model whose tables have other names."""
+    model, other = Towers(1, in_parts=in_parts), Towers(2, in_parts=not in_parts)
+    hotrow.save_model(folder / "model", model)
+    hotrow.save_checkpoint(folder, model, step=1)
+    before, why = other.rows(), ""
+    try:
+        hotrow.load_checkpoint(folder, other)
+    except ValueError as error:
+        why = str(error)
+    is_untouched = all(map(same_bits, before, other.rows()))
+    hotrow.load_model(folder / "model", other)
+    return model.rows(), other.rows(), why, is_untouched
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_tables_of_modules_may_have_other_names(in_parts: bool, tmp_path: Path) -> None:
+    """The name of a table says which rank has which rows."""
+    for saved, loaded, why, is_untouched in run(2, other_names, tmp_path, in_parts):
+        assert all(map(same_bits, saved, loaded))
+        assert "was saved with other collections: 'user.0' has the tables" in why
+        assert is_untouched

@@ -197,8 +197,16 @@ class Checkpoint:
         refuse_other(self.folder, saved, model)
         with self._fitting():
             rules = {plain(key): x["rule"] for key, x in self.state["rows"].items()}
+            tables = {plain(key): {*x["steps"]} for key, x in self.state["rows"].items()}
         for name, collection in collections_of(model).items():
-            rule = type(collection.optimizer.rule).__name__
+            rule, names = type(collection.optimizer.rule).__name__, collection.optimizer.names
+            there = tables.get(name, set())
+            if not there.issuperset(names):
+                raise ValueError(
+                    f"{self.folder} was saved with other collections: {name!r} has the tables "
+                    f"{few(names)} here, and {few(sorted(there)) or 'none'} there; build or "
+                    "convert the model as it was then"
+                )
             if rules.get(name) != rule:
                 raise ValueError(
                     f"{self.folder} has rows that {rules.get(name)} has trained, and {rule} cannot "

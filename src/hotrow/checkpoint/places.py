@@ -34,13 +34,19 @@ class Share:
     def count(self) -> int:
         return self.num_rows if self.owners is None else int(self.owners.counts[self.rank])
 
+    @property
+    def name(self) -> str:
+        """The table's name, if it says which rank has which rows: modules may be converted alone,
+        or in a model, and have other names."""
+        return "" if self.owners is None else self.owners.name
+
     def is_like(self, other: Share) -> bool:
         """Whether both are the same rows with the same numbers."""
-        return (self.ranks, self.rank) == (other.ranks, other.rank)
+        return (self.ranks, self.rank, self.name) == (other.ranks, other.rank, other.name)
 
     def meets(self, other: Share) -> bool:
         """Whether some shards of this one may be in the other."""
-        if self.owners is None or other.owners is None:
+        if self.owners is None or other.owners is None or self.name != other.name:
             return True
         first, last = self.owners.first[self.rank : self.rank + 2]
         others = other.owners.first[other.rank : other.rank + 2]

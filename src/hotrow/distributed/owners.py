@@ -46,7 +46,7 @@ class TableOwners:
     """The owners of one table's rows."""
 
     def __init__(self, name: str, num_rows: int, ranks: int) -> None:
-        self.num_rows, self.ranks = num_rows, ranks
+        self.name, self.num_rows, self.ranks = name, num_rows, ranks
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         self._word = np.uint64(int.from_bytes(digest, "little"))
         self.first = np.array([first_shard(rank, ranks) for rank in range(ranks + 1)])
