@@ -189,6 +189,33 @@ def test_a_full_log_makes_training_wait_and_says_how_long(strategy: str, tmp_pat
     assert 0 < saves[0].waited < saves[0].seconds
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_an_optimizer_may_come_after_the_first_checkpoint(background: bool, tmp_path: Path) -> None:
+    """Rows get its state then, which a save under way does not have, and no parent has."""
+    gate.open_all()
+    gate.seconds = 0.005
+    plain = torch.nn.Sequential(torch.nn.Embedding(500, 8))
+    model: Any = hotrow.convert(plain, "40%", seed=1, show=False)
+    weights = model.state_dict()["0.weight"]
+    save = hotrow.begin_checkpoint if background else hotrow.save_checkpoint
+    saved = save(tmp_path, model, step=0, full_every=9)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    if isinstance(saved, Save):
+        assert saved.why_at_once is None
+        saved = saved.wait()
+    assert same_bits(torch.cat([rows for _, rows in Checkpoint(saved).rows("0.weight")]), weights)
+    parents = []
+    for step in (1, 2):
+        model(torch.arange(3) * step).sum().backward()
+        optimizer.step()
+        found = hotrow.save_checkpoint(tmp_path, model, step=step, full_every=9, rows=optimizer)
+        parents.append(Checkpoint(found).manifest.parent)
+        rows = torch.cat([rows for _, rows in Checkpoint(found).rows("0.weight")])
+        assert same_bits(rows[:, :8], model.state_dict()["0.weight"])
+        assert same_bits(rows[:, 8:], optimizer.state_dict()["state"][0]["sum"])
+    assert [parent and parent.name for parent in parents] == [None, "00002-step-1"]
+
+
 @pytest.mark.parametrize(
     "strategy", ["lookahead", "all-fast", "cpu", *map(on_gpu, ("lookahead", "scratchpipe", "lru"))]
 )

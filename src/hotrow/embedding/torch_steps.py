@@ -396,6 +396,11 @@ class TorchSteps:
                 what = f"the first use of {type(optimizer).__name__}, whose state rows get now,"
                 self._pipeline.refuse_if_running(what)
                 self._pipeline.forget_planned()
+            if not self._rows.has_state_of(rule):
+                # A save under way ends before, and the next checkpoint is whole.
+                if self.rows.being_saved is not None:
+                    self.rows.being_saved.join()
+                self.rows.changed_since = None
             self._rows.use_rule(rule)
             self._is_known = True
         elif type(rule) is type(before):
