@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +21,7 @@ from hotrow.checkpoint.folder import latest_in
 from hotrow.checkpoint.manifest import checksum_of
 from hotrow.support.files import Disk
 from rank_processes import run
-from rank_training import RankLoop, small_files
+from rank_training import RankLoop, RankModel, small_files
 from saved_training import OpenFile, names_in
 
 Raised = tuple[str, str]
@@ -90,6 +91,42 @@ def test_a_full_disk_of_one_rank_raises_on_all(
         assert after == ["00001-step-1", "latest"]
         assert at_end == ["00001-step-1", "00002-step-2", "latest", "model"]
     Checkpoint(latest_in(tmp_path) or "").verify()
+
+
+class Broken:
+    """A part of a checkpoint."""
+
+    def __init__(self, is_broken: bool) -> None:
+        self.is_broken = is_broken
+
+    def state_dict(self) -> dict[str, int]:
+        if self.is_broken:
+            raise ValueError("it has lost its state")
+        return {"steps": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state == {"steps": 1}
+
+
+def with_broken_part(rank: int, world: int, folder: Path) -> list[Raised]:
+    """One rank fails before tensors that are cut among ranks are joined."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, errors = RankModel("adam"), []
+    fully_shard(model.dense)
+    for faulty in (1, 0, 2):  # the last one is no rank
+        save = partial(hotrow.save_checkpoint, folder, model, part=Broken(rank == faulty))
+        errors.append(raised_by(partial(save, step=1)))
+    hotrow.load_checkpoint(folder, model, part=Broken(False))
+    return errors
+
+
+def test_a_rank_that_fails_does_not_keep_others_waiting(tmp_path: Path) -> None:
+    why = "it has lost its state"
+    first, second = run(2, with_broken_part, tmp_path, group_timeout=20)
+    assert first == [("ValueError", f"rank 1 of 2: {why}"), ("ValueError", why), ("", "")]
+    assert second == [("ValueError", why), ("ValueError", f"rank 0 of 2: {why}"), ("", "")]
+    assert names_in(tmp_path) == ["00001-step-1", "latest"]
 
 
 def in_own_folder(rank: int, world: int, folder: Path) -> tuple[list[Raised], list[str]]:

@@ -141,6 +141,7 @@ def bytes_of(model: nn.Module) -> int:
 def _write(disk: Disk, names: list[str], model: nn.Module, team: Team) -> None:
     """Write all files, the manifest last; their names are added to `names`."""
     tables, dense = tables_of(model), list[FileRecord]()
+    states: list[dict[str, Tensor]] = []
     total, done = sum(4 * table.share.count * table.dim for table in tables.values()), 0
     with bytes_bar("saving the model") as advance:
 
@@ -155,11 +156,15 @@ def _write(disk: Disk, names: list[str], model: nn.Module, team: Team) -> None:
             names.append(name)
             return disk.write(name, counted(parts))
 
-        def write_own() -> str:
-            nonlocal total
+        def look() -> str:
             if team.ranks is not None:  # rows that all ranks have are brought to their owners
                 _flush(model)
-            state = whole_tensors(dense_state(model))
+            states.append(dense_state(model))
+            return ""
+
+        def write_own() -> str:
+            nonlocal total
+            state = whole_tensors(states.pop())
             total += sum(tensor.nbytes for tensor in state.values())
             if team.is_first:
                 dense.append(write(DENSE, packed(state)))
@@ -185,6 +190,7 @@ def _write(disk: Disk, names: list[str], model: nn.Module, team: Team) -> None:
             write(MODEL_FILE, [to_json(manifest)])
             return ""
 
+        team.do(look)  # before tensors that are cut among ranks are joined: there ranks meet
         by_rank = [json.loads(text) for text in team.do(write_own)]
         team.do(lambda: complete(by_rank))
 

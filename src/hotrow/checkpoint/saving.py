@@ -128,6 +128,7 @@ def _begin(
     collections, team = list(collections_of(model).values()), Team(model)
     save, prepared = Save(0), Prepared(team, root, model)
     entries: dict[str, Any] = {}
+    found: list[tuple[dict[str, Any], dict[str, Tensor]]] = []
 
     def begin() -> str:
         save.step = prepared.step = whole("step", step, least=0)
@@ -145,8 +146,12 @@ def _begin(
         options = {"step": step, "keep": keep, "full_every": full_every, "log": log}
         return json.dumps({**options, **facts_of(model, parts)})
 
+    def look() -> str:
+        found.append((_state(model, parts, extra), dense_state(model)))
+        return ""
+
     def collect() -> str:
-        state, dense = whole_tensors((_state(model, parts, extra), dense_state(model)))
+        state, dense = whole_tensors(found.pop())
         if team.is_first:
             prepared.state = _packed_state(state, dense)
         if team.ranks is None:
@@ -162,6 +167,8 @@ def _begin(
 
     name = "save_checkpoint" if log is None else "begin_checkpoint"
     team.check_equal(name, [json.loads(text) for text in team.begin(name, begin)])
+    # One after the other: ranks meet where tensors are cut among them, or all raise before.
+    team.do(look)
     told = team.do(collect)
     since = changed_since(model)
     if team.ranks is not None:
