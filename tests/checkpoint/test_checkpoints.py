@@ -486,6 +486,30 @@ def test_a_compiled_model_has_the_names_of_a_plain_one(tmp_path: Path) -> None:
             assert all(same_bits(x, y) for x, y in pairs)
 
 
+class Inside(nn.Module):
+    """Has the name that wrappers give to a model inside of them."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.module = Small(seed=seed)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_wrapped_model_may_have_a_part_named_module(wrapped: bool, tmp_path: Path) -> None:
+    model, wrap = Inside(1), nn.DataParallel
+    hotrow.save_checkpoint(tmp_path, wrap(model) if wrapped else model, step=1)
+    hotrow.save_model(tmp_path / "model", wrap(model) if wrapped else model)
+    for load, folder in (
+        (hotrow.load_checkpoint, tmp_path),
+        (hotrow.load_model, tmp_path / "model"),
+    ):
+        for rewrapped in (True, False):
+            other = Inside(2)
+            load(folder, wrap(other) if rewrapped else other)
+            pairs = zip(other.state_dict().values(), model.state_dict().values(), strict=True)
+            assert all(same_bits(x, y) for x, y in pairs)
+
+
 def test_checkpoints_of_the_first_format_load() -> None:
     """Written once, by `first_format` below, and read by every version."""
     model, optimizer = first_format()

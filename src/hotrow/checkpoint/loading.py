@@ -28,6 +28,7 @@ from hotrow.checkpoint.parts import (
     collections_of,
     load_dense,
     load_part,
+    names_for,
     refuse_other,
     rows_apart,
     tables_of,
@@ -43,7 +44,6 @@ from hotrow.checkpoint.tensors import (
     rows_at_once,
 )
 from hotrow.checkpoint.together import Team
-from hotrow.checkpoint.wrapped import plain_names
 from hotrow.support.files import FileRecord, inside, why_wrong
 from hotrow.support.manifests import read_json
 from hotrow.support.messages import few
@@ -187,17 +187,20 @@ class Checkpoint:
         own = {} if is_new else self.own_state(team.rank)
         restore_random_of(own.get("random", self.state["random"]), team.rank if is_new else None)
 
+    def _names_for(self, model: nn.Module) -> Callable[[str], str]:
+        return names_for(model, [*(table.key for table in self.tables), *self.dense])
+
     # -- loading -----------------------------------------------------------------------
 
     def check(self, model: nn.Module, parts: Mapping[str, Any]) -> None:
         """Compare names, shapes and optimizers with those here; a ValueError says what differs."""
-        plain = plain_names(model)
-        saved = {plain(table.key): [table.rows, table.dim] for table in self.tables}
-        saved |= {plain(key): list(tensor.shape) for key, tensor in self.dense.items()}
+        name_for = self._names_for(model)
+        saved = {name_for(table.key): [table.rows, table.dim] for table in self.tables}
+        saved |= {name_for(key): list(tensor.shape) for key, tensor in self.dense.items()}
         refuse_other(self.folder, saved, model)
         with self._fitting():
-            rules = {plain(key): x["rule"] for key, x in self.state["rows"].items()}
-            tables = {plain(key): {*x["steps"]} for key, x in self.state["rows"].items()}
+            rules = {name_for(key): x["rule"] for key, x in self.state["rows"].items()}
+            tables = {name_for(key): {*x["steps"]} for key, x in self.state["rows"].items()}
         for name, collection in collections_of(model).items():
             rule, names = type(collection.optimizer.rule).__name__, collection.optimizer.names
             there = tables.get(name, set())
@@ -213,7 +216,7 @@ class Checkpoint:
                     "go on with them: the state of its rows differs"
                 )
         for table in self.tables:
-            if (state := tables_of(model)[plain(table.key)].state) != table.state:
+            if (state := tables_of(model)[name_for(table.key)].state) != table.state:
                 raise ValueError(f"{table.key} is saved with state {table.state}, not {state}")
         if self.state["parts"].keys() != parts.keys():
             raise ValueError(
@@ -245,13 +248,13 @@ class Checkpoint:
     def _load_dense(self, model: nn.Module, parts: Mapping[str, Any], team: Team) -> str:
         """Load everything but rows and random states."""
         state, dense = self.state_of(team)
-        plain = plain_names(model)
+        name_for = self._names_for(model)
         with rows_apart(model), self._fitting():
             load_dense(model, dense)
             for name, part in parts.items():
                 load_part(part, state["parts"][name])
         with self._fitting():
-            rows = {plain(name): settings for name, settings in state["rows"].items()}
+            rows = {name_for(name): settings for name, settings in state["rows"].items()}
             for name, collection in collections_of(model).items():
                 collection.optimizer.load_settings_dict(rows[name])
         return ""
@@ -267,8 +270,8 @@ class Checkpoint:
             ) from error
 
     def _load_rows(self, model: nn.Module) -> str:
-        plain, by_name = plain_names(model), tables_of(model)
-        tables = {table.key: by_name[plain(table.key)] for table in self.tables}
+        name_for, by_name = self._names_for(model), tables_of(model)
+        tables = {table.key: by_name[name_for(table.key)] for table in self.tables}
         here = {key: table.share for key, table in tables.items()}
         with ExitStack() as stack:
             for collection in collections_of(model).values():

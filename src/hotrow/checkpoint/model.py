@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
@@ -29,6 +29,7 @@ from hotrow.checkpoint.parts import (
     collections_of,
     dense_state,
     load_dense,
+    names_for,
     refuse_other,
     tables_of,
 )
@@ -46,7 +47,7 @@ from hotrow.checkpoint.tensors import (
     table_parts,
 )
 from hotrow.checkpoint.together import Team
-from hotrow.checkpoint.wrapped import plain_names, whole_tensors
+from hotrow.checkpoint.wrapped import whole_tensors
 from hotrow.support.files import Disk, FileRecord, inside, make_folder, why_wrong
 from hotrow.support.progress import bytes_bar
 from hotrow.support.version import __version__
@@ -227,8 +228,8 @@ class SavedModel:
         `model`: what will be loaded, so that files of other ranks are left out."""
         needed = {table.key: table.shards for table in self.tables}
         if model is not None:
-            plain, into = plain_names(model), tables_of(model)
-            needed = {x.key: self._needed(x, into[plain(x.key)]) for x in self.tables}
+            name_for, into = self._names_for(model), tables_of(model)
+            needed = {x.key: self._needed(x, into[name_for(x.key)]) for x in self.tables}
         shards = [shard for of_table in needed.values() for shard in of_table]
         files, done = [self._manifest.dense, *shards], 0
         total = sum(file.bytes for file in files)
@@ -248,6 +249,9 @@ class SavedModel:
                 with self._open(shard) as (_, sections):
                     self._weights(sections, shard, table)
 
+    def _names_for(self, model: nn.Module) -> Callable[[str], str]:
+        return names_for(model, (table.key for table in self.tables))
+
     def _needed(self, table: ModelTable, into: TableRows) -> tuple[ModelShard, ...]:
         """Return the shards that may have rows of this rank."""
         shares, here = self._manifest.shares(table), into.share
@@ -255,12 +259,11 @@ class SavedModel:
 
     def check(self, model: nn.Module) -> None:
         """Compare names and shapes with a model's; a ValueError says what differs."""
-        plain = plain_names(model)
-        saved = {plain(table.key): [table.rows, table.dim] for table in self.tables}
         with self._open(self._manifest.dense) as (_, sections):
-            saved |= {
-                plain(name): list(section.shape) for name, section in sorted(sections.items())
-            }
+            dense = {name: list(section.shape) for name, section in sorted(sections.items())}
+        tables = {table.key: [table.rows, table.dim] for table in self.tables}
+        name_for = names_for(model, [*tables, *dense])
+        saved = {name_for(name): shape for name, shape in (tables | dense).items()}
         refuse_other(self.folder, saved, model)
 
     def load(self, model: nn.Module) -> None:
@@ -268,9 +271,9 @@ class SavedModel:
         done, total = 0, bytes_of(model)
         with bytes_bar("loading the model") as advance:
             load_dense(model, self.dense)
-            plain, tables = plain_names(model), tables_of(model)
+            name_for, tables = self._names_for(model), tables_of(model)
             for saved in self.tables:
-                into, shares = tables[plain(saved.key)], self._manifest.shares(saved)
+                into, shares = tables[name_for(saved.key)], self._manifest.shares(saved)
                 for shard in self._needed(saved, into):
                     for numbers, piece in self._pieces(saved, shard):
                         rows = shares[shard.rank].rows_of(numbers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,8 +58,7 @@ class TableRows:
 
 def collections_of(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
     """Return all collections of a model by name."""
-    plain = plain_names(model)
-    return {plain(name): collection for name, collection in collections_in(model).items()}
+    return collections_in(model)
 
 
 def tables_of(model: nn.Module) -> dict[str, TableRows]:
@@ -98,13 +97,21 @@ def dense_state(model: nn.Module) -> dict[str, Tensor]:
     return {plain(name): value for name, value in state.items()}
 
 
+def names_for(model: nn.Module, saved: Iterable[str]) -> Callable[[str], str]:
+    """Return what turns the names of saved tensors into those of this model. Earlier versions have
+    saved names with the parts of wrappers."""
+    plain, here = plain_names(model), {*tables_of(model), *dense_state(model)}
+    is_earlier = any(name not in here and plain(name) in here for name in saved)
+    return plain if is_earlier else str
+
+
 def load_dense(model: nn.Module, dense: Mapping[str, Tensor]) -> None:
     """Load what `dense_state` returned, of this model or of one in other wrappers."""
-    plain = plain_names(model)
+    plain, name_for = plain_names(model), names_for(model, dense)
     with rows_apart(model):
         here = model.state_dict()
         names = {plain(name): name for name in here}
-        state = {names.get(plain(name), name): value for name, value in dense.items()}
+        state = {names.get(name_for(name), name): value for name, value in dense.items()}
         model.load_state_dict(
             {name: cut_like(value, here.get(name)) for name, value in state.items()}
         )
