@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -120,3 +122,24 @@ def test_other_threads_are_left_alone() -> None:
     thread.start()
     thread.join()
     assert ran == [True]
+
+
+def test_an_interrupt_while_garbage_is_collected_is_raised() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def collect() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.003)
+        gc.collect()
+        time.sleep(1)  # where it was faster
+
+    many: list[list[int]] = [[] for _ in range(300_000)]
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                collect()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(many) == 300_000

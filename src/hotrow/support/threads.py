@@ -11,7 +11,8 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -132,15 +133,21 @@ class writing:
         self._signals.__exit__()
 
 
-_collecting: int | None = None  # the thread that collects garbage now
+# The newest phase of Python's garbage collection comes last; what all threads were told of each
+# phase last, and what this thread was.
+_phases = OrderedDict[str, None](start=None, stop=None)
+_told: dict[str, object] = {}
+_told_here = threading.local()
+# Functions of C, which keep what they are called with. Python would handle a signal that came
+# during a collection at the beginning of one of its own, and drop what the handler raises: Ctrl-C.
+_noted: Any = (_phases.move_to_end, _told.__setitem__, _told_here.__setattr__)
+gc.callbacks += _noted
 
 
-def _note_collection(phase: str, info: Mapping[str, int]) -> None:
-    global _collecting
-    _collecting = threading.get_ident() if phase == "start" else None
-
-
-gc.callbacks.append(_note_collection)
+def _collects_here() -> bool:
+    """Return whether the current thread collects garbage now."""
+    is_any = next(reversed(_phases)) == "start"
+    return is_any and getattr(_told_here, "start", None) is _told["start"]
 
 
 def may_wait() -> bool:
@@ -150,7 +157,7 @@ def may_wait() -> bool:
     garbage collection may come at any allocation, so a finalizer that it calls may be inside of
     anything: a loop over what the finalizer would change, or the capture of a CUDA graph.
     """
-    return _collecting != threading.get_ident() and not RowLock.is_any_held_here()
+    return not _collects_here() and not RowLock.is_any_held_here()
 
 
 class Call:
