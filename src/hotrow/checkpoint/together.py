@@ -88,7 +88,9 @@ class Team:
         return [said for _, said in told]
 
     def _begun(self, what: str, text: str) -> list[str]:
+        assert self.ranks is not None
         assert self._meet is not None
+        self.ranks.settle_grads()  # of all collections; `meet` does so for one
         texts = self._meet(json.dumps([what, text]))
         for rank, said in enumerate(texts):
             if not said:

@@ -309,12 +309,16 @@ class Ranks:
             "have to call the same collections, backward() and methods in the same order"
         )
 
-    def compared(self, text: str) -> list[str]:
-        """Return what each rank says; ranks that do something else raise."""
+    def settle_grads(self) -> None:
+        """Take part where other ranks have gradients of the last batch, and this one has none."""
         for reference in self._collections:
             collection = reference()
-            if collection is not None:  # its last batch may have had no gradient here
+            if collection is not None:
                 collection.settle_grads()
+
+    def compared(self, text: str) -> list[str]:
+        """Return what each rank says; ranks that do something else raise."""
+        self.settle_grads()
         texts: list[str] = self.run(Header(Op.BUILD), text)
         return texts
 
