@@ -13,6 +13,7 @@ import torch
 import hotrow
 from builders import Outcome, readout, train
 from contracts import DEVICE, by_gpu
+from hotrow.engine.gpu.mover_choice import FillChoice
 from hotrow.engine.gpu.plan_buffers import BufferPool, PlanBuffers, plan_bytes
 from hotrow.engine.tuning import Tuning
 from hotrow.store.writer import why_not
@@ -459,3 +460,11 @@ def test_batches_of_a_seldom_shape_that_wait_have_berths_of_their_own() -> None:
         assert berth is not None
         berth.take(form, landed)
     assert len({id(each) for each in shape.inputs}) == 3
+
+
+def test_no_slot_is_given_up_for_packets_where_every_row_has_one() -> None:
+    embedding = build("190%", fill="bulk")
+    assert embedding.fills() == {DIM: FillChoice("zero-copy", "every row has a slot")}
+    train(embedding, dense(20, count=2))
+    assert embedding.num_slots == ROWS
+    assert embedding.traffic().evicted_rows == 0

@@ -96,7 +96,9 @@ class HostStore:
         by_bytes = share.packet_rows > 0  # slots given by hand are as many as were asked for
         if self._notes_written and by_bytes and share.slots < num_rows:
             share = share.with_room(bits, row_bytes)
-        if form == "bulk" and by_bytes:
+        if form == "bulk" and by_bytes and share.slots >= num_rows:
+            self.fill_choice = FillChoice("zero-copy", "every row has a slot")
+        elif form == "bulk" and by_bytes:
             # Batches with more leaving rows fill several packets.
             packet_rows = min(share.packet_rows, max(1, settings.tuning.packet_bytes // row_bytes))
             share = replace(share, packet_rows=packet_rows).with_packets(PACKETS, row_bytes)
