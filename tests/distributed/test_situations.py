@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -114,6 +115,40 @@ def _without_backward(rank: int, world: int) -> list[str]:
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_rank_may_skip_its_backward_pass(world: int) -> None:
     checked(world, without_backward)
+
+
+def not_noticed(rank: int, world: int) -> list[str]:
+    """The end of a backward pass is not noticed; afterwards training goes on without it."""
+    said, tables = [], []
+    missed: Any = torch.autograd.backward
+    while hasattr(missed, "__wrapped__"):
+        missed = missed.__wrapped__  # as if it was imported before
+    ways: list[Callable[[Tensor], None]] = [lambda loss: None, in_thread, missed]
+    for way in ways:
+        embedding = build()
+        for step, ids in enumerate(batches(rank)):
+            loss = readout(embedding(ids))
+            if step == 3:
+                try:
+                    way(loss)
+                except RuntimeError as error:
+                    said.append(str(error))
+            else:
+                loss.backward()
+        tables.append(tables_of(embedding))
+    assert len(said) == 2
+    assert all("this one would not be noticed" in text for text in said)
+    return [x for found in tables[1:] for x in unlike(found, tables[0])]
+
+
+def in_thread(loss: Tensor) -> None:
+    """Call `backward()` in another thread than the lookup; raise its error here."""
+    with ThreadPoolExecutor() as pool:
+        pool.submit(loss.backward).result()
+
+
+def test_a_backward_pass_whose_end_is_not_noticed_is_refused() -> None:
+    checked(2, not_noticed)
 
 
 def one_sided(rank: int, world: int) -> list[str]:

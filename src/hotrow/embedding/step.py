@@ -28,7 +28,7 @@ from hotrow.embedding.row_grads import (
 from hotrow.embedding.row_groups import Group, RowGroups
 from hotrow.embedding.stand_ins import stand_in_of
 from hotrow.embedding.waiting import WaitingGrads
-from hotrow.embedding.wrappers import end_backward_together
+from hotrow.embedding.wrappers import end_backward_together, threads_in_backward
 from hotrow.engine.work import Work
 from hotrow.inputs.batch import Lookups, no_lookups
 from hotrow.support.interrupts import uninterrupted
@@ -38,6 +38,12 @@ from hotrow.support.threads import TrainingThread
 
 _NO_LOOKUPS = no_lookups(0)
 _MOST_CHECKS = 64  # a loop may train rows alone, beside a dense part that is trained elsewhere
+_NOT_NOTICED = (
+    "ranks exchange gradients of rows at the end of backward(), and this one would not be noticed, "
+    "so no row was changed. Call loss.backward() or torch.autograd.backward() in the thread that "
+    "has looked the batch up; a function that was imported by `from torch.autograd import "
+    "backward` before the collection was built is torch's own"
+)
 
 
 class Lookup(torch.autograd.Function):
@@ -303,6 +309,11 @@ class PendingStep:
     def end_of_pass(self, number: int) -> None:
         with uninterrupted():  # or gradients of this pass would be left to the next one
             del self._open[number]
+            if self._rows.exchange is not None and not (
+                self._accumulating or self._thread.is_among(threads_in_backward)
+            ):
+                self._waiting = [x for x in self._waiting if x.open_pass != number]
+                raise RuntimeError(_NOT_NOTICED)
             for row_grads in self._waiting:
                 if row_grads.open_pass == number:
                     row_grads.open_pass = None

@@ -11,7 +11,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -197,6 +197,13 @@ class TrainingThread:
         if thread is None or thread is threading.current_thread():
             return False
         return thread.is_alive()
+
+    def is_among(self, threads: Collection[threading.Thread]) -> bool:
+        """Whether the thread that trains is one of these; when it has ended, any other may be."""
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            return bool(threads)
+        return thread in threads
 
     def iterate(self) -> None:
         """The current thread takes a batch from `hotrow.ahead`."""
