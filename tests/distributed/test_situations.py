@@ -246,6 +246,25 @@ def test_all_ranks_skip_the_step_of_an_optimizer() -> None:
     checked(2, scaled_steps)
 
 
+def unequal_steps(rank: int, world: int) -> list[str]:
+    """The optimizer of one rank does not step, so its own rows are not updated."""
+    embedding = build(update="step")
+    try:
+        for step, ids in enumerate(batches(rank)):
+            embedding.optimizer.zero_grad()
+            readout(embedding(ids)).backward()
+            if rank == 0 or step != 3:
+                embedding.optimizer.step()
+    except RankError as error:
+        said = str(error)
+        return [] if "rank 0 has updated its rows 4 times, and rank 1 3" in said else [said]
+    return ["no error"]
+
+
+def test_an_optimizer_that_does_not_step_on_one_rank_is_an_error() -> None:
+    checked(2, unequal_steps)
+
+
 # -- evaluation in another thread ------------------------------------------------------------
 
 

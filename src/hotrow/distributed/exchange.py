@@ -164,7 +164,7 @@ class Exchange:
         if op is Op.BATCH:
             return self._perform_batch(headers, doers, task)
         if op is Op.ROWS:
-            return self._perform_rows(headers, task)
+            return self._perform_rows(headers, doers, task)
         if op is Op.GRADS:
             return self._perform_grads(headers, task)
         if op is Op.READ:
@@ -282,10 +282,14 @@ class Exchange:
         """Get the vectors of a batch, unless they came since rows were changed last."""
         if all(work.version == version for work in shared.works):
             return
-        self._run(Header(Op.ROWS, self.number, shared.serial), (shared, version))
+        header = Header(Op.ROWS, self.number, shared.serial, words=[self.reads.steps])
+        self._run(header, (shared, version))
         self.owes_grads = True
 
-    def _perform_rows(self, headers: Headers, task: tuple[Shared, int] | None) -> None:
+    def _perform_rows(
+        self, headers: Headers, doers: list[bool], task: tuple[Shared, int] | None
+    ) -> None:
+        self._check_steps(headers, doers)
         serial = max(headers.column(SERIAL))
         shared, version = task or (self._foreign[serial], -1)
         inner = [work.inner for work in shared.works]
@@ -307,6 +311,17 @@ class Exchange:
             if not any(oldest is other for other in self._fetched):
                 for work in oldest.works:
                     work.vectors, work.version = None, -1
+
+    def _check_steps(self, headers: Headers, doers: list[bool]) -> None:
+        """Raise on all ranks if the optimizer of one has updated its rows more often."""
+        steps = {r: headers.words(r, 0, 1)[0] for r, does in enumerate(doers) if does}
+        fewest, most = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
+        if steps[fewest] != steps[most]:
+            raise RankError(
+                f"rank {most} has updated its rows {steps[most]:,} times, and rank {fewest} "
+                f"{steps[fewest]:,} times: all {self.ranks.size} ranks have to step their "
+                "optimizers for the same batches, or rows of one are not trained as those of others"
+            )
 
     # -- gradients ---------------------------------------------------------------------
 
