@@ -354,6 +354,11 @@ class Pipeline:
         if self._rows.exchange is not None:
             self._rows.exchange.settle_grads()
 
+    def end_backward(self) -> None:
+        """Do what the end of a backward pass does that reaches no row of this rank."""
+        if self._rows.exchange is not None:
+            self._step.end_of_backward()
+
     # -- memory for plans --------------------------------------------------------------
 
     def reserve(self, batch_size: int, lookups: Mapping[str, int] | None = None) -> None:
