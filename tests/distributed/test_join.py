@@ -154,6 +154,24 @@ def test_rows_that_wait_for_an_optimizer_cannot_be_joined() -> None:
         assert "update='backward'" in failed.message
 
 
+def joined_in_groups(rank: int, world: int) -> list[bool]:
+    """A rank without a batch serves its rows of both process groups at the same time."""
+    found = []
+    for strategy in ("all-fast", "lookahead"):
+        groups = [None, torch.distributed.new_group()]
+        model = nn.ModuleList([collection(strategy, process_group=group) for group in groups])
+        with hotrow.join(model):
+            for batch in hotrow.ahead(batches(rank, 3 + 2 * rank), model):
+                torch.stack([x(batch).values().square().sum() for x in model]).sum().backward()
+        found.append([rows_of(x) for x in model])  # type: ignore[arg-type]
+    return [torch.equal(*pair) for pair in zip(*found, strict=True)]
+
+
+def test_collections_of_several_process_groups_are_joined() -> None:
+    for equal in run(2, joined_in_groups, group_timeout=20):
+        assert all(equal)
+
+
 def evaluated(rank: int, world: int) -> bool:
     """Evaluate another number of batches on each rank, before an exchange of the user's own."""
     equal = []
