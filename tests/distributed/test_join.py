@@ -154,6 +154,22 @@ def test_rows_that_wait_for_an_optimizer_cannot_be_joined() -> None:
         assert "update='backward'" in failed.message
 
 
+def left_with_steps(rank: int, world: int) -> None:
+    embedding = collection("lookahead", update="step")
+    with hotrow.join(embedding):
+        for number, batch in enumerate(hotrow.ahead(batches(rank, 20), embedding)):
+            if rank == 1 and number == 5:
+                break
+            embedding.optimizer.zero_grad()
+            train_rows(embedding, batch)
+            embedding.optimizer.step()
+
+
+def test_a_batch_that_one_rank_has_left_is_an_error_on_all() -> None:
+    for failed in run(2, left_with_steps, expect_errors=True, group_timeout=20):
+        assert failed.message.startswith("rank 1 of 2 ran out of batches before the others")
+
+
 def joined_in_groups(rank: int, world: int) -> list[bool]:
     """A rank without a batch serves its rows of both process groups at the same time."""
     found = []

@@ -170,6 +170,12 @@ class Exchange:
         if op is Op.READ:
             return self.reads.perform(headers, doers, task, channel)
         if op is Op.PART:
+            if not all(doers):
+                raise RuntimeError(
+                    f"{_listed(_others(doers))} of {self.ranks.size} ran out of batches before the "
+                    "others, which hotrow.Trainer does not allow, inside of hotrow.join either: "
+                    "give all ranks equally many batches; those of a rank may have 0 samples"
+                )
             return [headers.words(r, 0, 1)[0] if does else 0 for r, does in enumerate(doers)]
         return self._perform_check(task, channel)
 
@@ -218,7 +224,7 @@ class Exchange:
         )
         if headers.with_status(ERROR):
             self._raise_errors(headers, None if task is None else task.error)
-        ended = set(headers.with_status(ENDED)) | {r for r, does in enumerate(doers) if not does}
+        ended = {*headers.with_status(ENDED), *_others(doers)}
         if len(ended) == self.ranks.size:
             return None
         same = {value for value, does in zip(headers.column(SAME), doers, strict=True) if does}
@@ -289,6 +295,8 @@ class Exchange:
     def _perform_rows(
         self, headers: Headers, doers: list[bool], task: tuple[Shared, int] | None
     ) -> None:
+        if not (all(doers) or self.is_joined):  # a rank has left its loop early
+            self._raise_ended(_others(doers))
         self._check_steps(headers, doers)
         serial = max(headers.column(SERIAL))
         shared, version = task or (self._foreign[serial], -1)
@@ -482,6 +490,11 @@ def _tables_of(masks: Sequence[Sequence[int]], names: Sequence[str]) -> tuple[st
 def is_told(error: Exception) -> bool:
     """Return whether an error is known on all ranks."""
     return _TOLD in error.__dict__
+
+
+def _others(doers: Sequence[bool]) -> list[int]:
+    """Return the ranks that do not do an operation."""
+    return [rank for rank, does in enumerate(doers) if not does]
 
 
 def _listed(ranks: Sequence[int]) -> str:
