@@ -316,6 +316,32 @@ def test_threads_evaluate_together_while_all_ranks_train() -> None:
     checked(2, beside_training)
 
 
+def reading_first(rank: int, world: int) -> list[str]:
+    """A thread reads before the first batch is trained, and while ranks train two collections."""
+    found, outcomes = [], []
+    for beside in (False, True):
+        embeddings = [build("all-fast"), build(TIGHT["lookahead"])]
+
+        def watch(embeddings: list[Any] = embeddings) -> list[Tensor]:
+            with torch.no_grad():
+                return [x(batches(0)[0])["f"] for _ in range(30) for x in embeddings]
+
+        with ThreadPoolExecutor() as pool:
+            reading = pool.submit(watch) if beside else None
+            for ids in batches(rank, 12):
+                torch.stack([readout(x(ids)) for x in embeddings]).sum().backward()
+            if reading is not None and len(reading.result()) < 60:
+                found.append("vectors are missing")
+        outcomes.append([tables_of(x) for x in embeddings])
+    for one, other in zip(*outcomes, strict=True):
+        found += unlike(one, other)
+    return found
+
+
+def test_a_thread_may_read_before_another_one_trains() -> None:
+    checked(2, reading_first)
+
+
 def modules_beside_training(rank: int, world: int) -> list[str]:
     """The same for modules, whose lookups are read one by one."""
     module = hotrow.EmbeddingBag(300, 4, mode="sum", strategy="all-fast", seed=5)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from threading import RLock
 from typing import Any, NoReturn
 
 import torch
@@ -101,6 +102,7 @@ class Channel:
     """
 
     def __init__(self, members: list[int], timeout: Any, backend: str) -> None:
+        self.turn = RLock()  # of another thread that uses it all the same
         # Of some ranks alone, the others take no part in opening a group.
         options: dict[str, Any] = {"timeout": timeout}
         options["use_local_synchronization"] = len(members) < dist.get_world_size()
@@ -229,6 +231,10 @@ class Ranks:
         whatever the others do, until all serve. `task`: what the operation needs of this rank.
         """
         channel = channel or self.training
+        with channel.turn:
+            return self._run(mine, task, channel)
+
+    def _run(self, mine: Header, task: Any, channel: Channel) -> Any:
         while True:
             headers = self.swap(mine, channel)
             key = self._chosen(headers)

@@ -174,6 +174,10 @@ class TrainingThread:
         self._modes = threading.local()
         self._mode = True
 
+    def begin_here(self) -> None:
+        """Take the current thread for the one that trains until another one does."""
+        self._thread = threading.current_thread()
+
     def look_up(self) -> None:
         """The current thread is about to look rows up to train them."""
         # A recomputation inside of a backward pass may run in a thread of autograd's own.
