@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -263,6 +264,31 @@ def unequal_steps(rank: int, world: int) -> list[str]:
 
 def test_an_optimizer_that_does_not_step_on_one_rank_is_an_error() -> None:
     checked(2, unequal_steps)
+
+
+def accumulated(rank: int, world: int) -> list[str]:
+    """Inside of accumulate() ranks evaluate different numbers of batches."""
+    outcomes = []
+    for evaluates in (False, True):
+        for name in ("all-fast", "lookahead"):
+            embedding = build(TIGHT.get(name, name))
+            stream = hotrow.ahead(batches(rank), embedding)
+            for _ in range(4):
+                with embedding.accumulate():
+                    for ids in islice(stream, 2):
+                        loss = readout(embedding(ids))
+                        for _ in range(rank if evaluates else 0):
+                            with torch.no_grad():
+                                embedding(ids)
+                        loss.backward()
+            stream.close()
+            outcomes.append(tables_of(embedding))
+            assert embedding.optimizer.steps == [4] * 3
+    return [x for found in outcomes[1:] for x in unlike(found, outcomes[0])]
+
+
+def test_ranks_may_evaluate_while_they_accumulate() -> None:
+    checked(2, accumulated)
 
 
 # -- evaluation in another thread ------------------------------------------------------------

@@ -123,7 +123,7 @@ class Exchange:
             )
         self.replicated = [group for group in self.groups if group.replicated is not None]
         self.wire = Wire(ranks, self.groups)
-        self.reads = Reads(self.wire, rows, self.settle_grads)
+        self.reads = Reads(self.wire, rows, self.settle_before_reading)
         self._mask_words = -(-len(tables) // _BITS)
         words = 1 + self._mask_words + 3 * len(self.groups)
         self.number = self.reads.number = ranks.add(self, words)
@@ -135,6 +135,7 @@ class Exchange:
         self._on_grads: Callable[[], OnGrads | None] = lambda: None
         self._settings: Callable[[], RuleSettings | None] = lambda: None
         self.owes_grads = False  # vectors came, and gradients were not exchanged since
+        self.is_accumulating = False  # gradients will be exchanged at the end of accumulate()
         self.is_joined = False  # inside of hotrow.join
         # Batches that other ranks train without this one, by their serial numbers.
         self._foreign: dict[int, Shared] = {}
@@ -337,6 +338,11 @@ class Exchange:
         """Take part in the exchange of gradients that other ranks may have, without any."""
         if self.owes_grads:
             self.send_grads({}, ())
+
+    def settle_before_reading(self) -> None:
+        """As `settle_grads`. Inside of accumulate() others may go on meanwhile, and not read."""
+        if not self.is_accumulating:
+            self.settle_grads()
 
     def send_grads(self, grads: dict[int, Grads], tables: Collection[str]) -> None:
         """Send gradients, by the place of a group, to the owners of their rows; then `update_by`

@@ -354,7 +354,7 @@ class PendingStep:
     def accumulate(self) -> Iterator[None]:
         self._forget_failed()
         before = len(self._waiting)
-        self._accumulating += 1
+        self._accumulate(1)
         try:
             yield
             with uninterrupted():
@@ -365,7 +365,12 @@ class PendingStep:
             del self._waiting[before:]
             raise
         finally:
-            self._accumulating -= 1
+            self._accumulate(-1)
+
+    def _accumulate(self, more: int) -> None:
+        self._accumulating += more
+        if self._rows.exchange is not None:
+            self._rows.exchange.is_accumulating = self.is_accumulating
 
     def writing(self) -> AbstractContextManager[object]:
         """Inside, no other thread reads or changes rows. The thread that captures a step has the
