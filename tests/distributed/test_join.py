@@ -170,6 +170,19 @@ def test_a_batch_that_one_rank_has_left_is_an_error_on_all() -> None:
         assert failed.message.startswith("rank 1 of 2 ran out of batches before the others")
 
 
+def calls_alone(rank: int, world: int) -> None:
+    embedding = collection("all-fast")
+    with hotrow.join(embedding):
+        if rank == 1:
+            embedding.load_weights("t1", 0, torch.zeros(3, 8))
+
+
+def test_a_method_that_one_rank_calls_in_join_is_an_error_on_all() -> None:
+    for failed in run(2, calls_alone, expect_errors=True, group_timeout=20):
+        assert failed.message.startswith("all ranks have to call load_weights('t1', 0, 3 rows); ")
+        assert failed.message.endswith("rank 0 has no batch left and serves the others")
+
+
 def joined_in_groups(rank: int, world: int) -> list[bool]:
     """A rank without a batch serves its rows of both process groups at the same time."""
     found = []

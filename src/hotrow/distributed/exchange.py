@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hotrow.distributed.owners import Route
 from hotrow.distributed.ranks import (
+    CALLS,
     DEPTH,
     ENDED,
     ERROR,
@@ -178,7 +179,7 @@ class Exchange:
                     "give all ranks equally many batches; those of a rank may have 0 samples"
                 )
             return [headers.words(r, 0, 1)[0] if does else 0 for r, does in enumerate(doers)]
-        return self._perform_check(task, channel)
+        return self._perform_check(headers, task, channel)
 
     # -- ids ---------------------------------------------------------------------------
 
@@ -452,9 +453,8 @@ class Exchange:
 
     def check_call(self, call: str) -> None:
         """Raise on all ranks if they do not call a method alike."""
-        for rank, other in enumerate(self.meet(call)):
-            if other != call:
-                raise RankError(f"all ranks have to call {call}; rank {rank} calls {other}")
+        self.settle_grads()
+        self._run(Header(Op.CHECK, self.number, status=CALLS), call)
 
     def first_of(self, text: str) -> tuple[int, str] | None:
         """Return the first rank that says something, and what; None: all are silent."""
@@ -471,8 +471,15 @@ class Exchange:
             total = total + other
         return total.sqrt()
 
-    def _perform_check(self, task: str | None, channel: Channel) -> list[str]:
-        return self.ranks.texts(task or "", channel)
+    def _perform_check(self, headers: Headers, task: str | None, channel: Channel) -> list[str]:
+        texts = self.ranks.texts(task or "", channel)
+        if callers := headers.with_status(CALLS):
+            call = texts[callers[0]]
+            for rank, other in enumerate(texts):
+                if other != call:
+                    what = f"calls {other}" if other else "has no batch left and serves the others"
+                    raise RankError(f"all ranks have to call {call}; rank {rank} {what}")
+        return texts
 
 
 def _mask_of(tables: Collection[str], names: Sequence[str]) -> list[int]:
