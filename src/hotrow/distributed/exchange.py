@@ -130,6 +130,7 @@ class Exchange:
         self.number = self.reads.number = ranks.add(self, words)
         self._serial = 0  # of batches
         self._steps = 0  # of exchanges of gradients
+        self.passes = 0  # those in which some rank had any
         self.agreed_depth = 0
         # Weak references: their objects own this one.
         self._propose_depth: Callable[[], Callable[[], int] | None] = lambda: None
@@ -381,6 +382,7 @@ class Exchange:
         tables = _tables_of(masks, self._tables)
         if not headers.with_status(HAS_GRADS):
             return
+        self.passes += 1
         came = []
         for place, group in enumerate(self.groups):
             forms = {headers.words(r, first, count)[place] for r in range(self.ranks.size)}
