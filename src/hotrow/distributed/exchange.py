@@ -31,6 +31,7 @@ from hotrow.distributed.ranks import (
     JOINS,
     SAME,
     SERIAL,
+    SETTLES,
     Channel,
     Header,
     Headers,
@@ -55,7 +56,7 @@ _OTHER_ROWS, _NO_ROWS = 0, -1
 _TOLD = "is known on all ranks"
 
 
-OnGrads = Callable[[Sequence["OwnGrads"], Collection[str]], None]
+OnGrads = Callable[[Sequence["OwnGrads"], Collection[str], Sequence[int]], None]
 
 
 class RuleSettings(Protocol):
@@ -175,7 +176,7 @@ class Exchange:
         if op is Op.PART:
             if not all(doers):
                 raise RuntimeError(
-                    f"{_listed(_others(doers))} of {self.ranks.size} ran out of batches before the "
+                    f"{listed(_others(doers))} of {self.ranks.size} ran out of batches before the "
                     "others, which hotrow.Trainer does not allow, inside of hotrow.join either: "
                     "give all ranks equally many batches; those of a rank may have 0 samples"
                 )
@@ -280,7 +281,7 @@ class Exchange:
 
     def _raise_ended(self, ended: Sequence[int]) -> None:
         raise RuntimeError(
-            f"{_listed(ended)} of {self.ranks.size} ran out of batches before the others. Give all "
+            f"{listed(ended)} of {self.ranks.size} ran out of batches before the others. Give all "
             "ranks equally many batches, or train inside `with hotrow.join(model):` with "
             "update='backward', where ranks without a batch go on serving their rows"
         )
@@ -339,16 +340,19 @@ class Exchange:
     def settle_grads(self) -> None:
         """Take part in the exchange of gradients that other ranks may have, without any."""
         if self.owes_grads:
-            self.send_grads({}, ())
+            self.send_grads({}, (), settles=True)
 
     def settle_before_reading(self) -> None:
         """As `settle_grads`. Inside of accumulate() others may go on meanwhile, and not read."""
         if not self.is_accumulating:
             self.settle_grads()
 
-    def send_grads(self, grads: dict[int, Grads], tables: Collection[str]) -> None:
+    def send_grads(
+        self, grads: dict[int, Grads], tables: Collection[str], *, settles: bool = False
+    ) -> None:
         """Send gradients, by the place of a group, to the owners of their rows; then `update_by`
-        is called with what came, and the tables that have a gradient on some rank."""
+        is called with what came, the tables that have a gradient on some rank, and the ranks that
+        had no backward pass, which `settles` says of this one."""
         self.owes_grads = False
         size, groups = self.ranks.size, self.groups
         ways = {place: self._way_of(place, x) for place, x in grads.items()}
@@ -360,7 +364,7 @@ class Exchange:
             for rank, count in enumerate(route.counts):
                 counts[rank][place] = count
         words = [*_mask_of(tables, self._tables), *forms, *copied]
-        status = HAS_GRADS * bool(tables)
+        status = HAS_GRADS * bool(tables) | SETTLES * settles
         header = Header(Op.GRADS, self.number, self._steps + 1, status, words=words, counts=counts)
         self._run(header, (grads, ways))
 
@@ -415,7 +419,7 @@ class Exchange:
         assert on_grads is not None
         assert settings is not None
         with settings.used(self._numbers_of(settings, headers.with_status(HAS_GRADS))):
-            on_grads(came, tables)
+            on_grads(came, tables, headers.with_status(SETTLES))
 
     def _swap_copied(
         self, place: int, grads: Grads | None, route: Route | None, copied: list[int]
@@ -512,5 +516,5 @@ def _others(doers: Sequence[bool]) -> list[int]:
     return [rank for rank, does in enumerate(doers) if not does]
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

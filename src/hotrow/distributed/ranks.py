@@ -47,7 +47,7 @@ _WHAT = {
 # Words of a header that are the same for all ranks it goes to.
 OP, COLLECTION, SERIAL, STATUS, DEPTH, SAME, FIRST_FREE = range(7)
 _WIDTH = 64  # words of most headers: if ranks differ in collections, messages have one size
-ERROR, ENDED, JOINS, HAS_GRADS, CALLS = 1, 2, 4, 8, 16  # bits of STATUS
+ERROR, ENDED, JOINS, HAS_GRADS, CALLS, SETTLES = 1, 2, 4, 8, 16, 32  # bits of STATUS
 
 
 class RankError(RuntimeError):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from hotrow.distributed.exchange import Grads, OwnGrads
+from hotrow.distributed.exchange import Grads, OwnGrads, listed
 from hotrow.embedding import dense_steps
 from hotrow.embedding.row_grads import (
     GroupGrads,
@@ -220,7 +220,6 @@ class PendingStep:
         if rows.exchange is not None:
             rows.exchange.update_by(self._apply, rows.optimizer)
             end_backward_together(self.end_of_backward)
-        self._is_sending = False
         self._stream: torch.cuda.Stream | None = None  # where the newest gradients were made
 
     @property
@@ -391,11 +390,7 @@ class PendingStep:
             place: Grads(ids, _unscaled(x, self.grad_scale), work)
             for place, (ids, x, work) in joined.items()
         }
-        self._is_sending = True
-        try:
-            exchange.send_grads(grads, tables)  # calls `_apply` with what came
-        finally:
-            self._is_sending = False
+        exchange.send_grads(grads, tables)  # calls `_apply` with what came
 
     def _take(self) -> tuple[list[GroupGrads], tuple[str, ...]]:
         """Take the gradients that wait, by group, and the tables that have one."""
@@ -417,11 +412,14 @@ class PendingStep:
         ]
         return by_group, self._tables_in(by_group)
 
-    def _apply(self, own: Sequence[OwnGrads], tables: Collection[str]) -> None:
-        """Update the rows that this rank owns, from the gradients of all ranks."""
-        if self.for_step is not None and not self._is_sending:
+    def _apply(
+        self, own: Sequence[OwnGrads], tables: Collection[str], silent: Sequence[int]
+    ) -> None:
+        """Update the rows that this rank owns, from the gradients of all ranks; those that are
+        `silent` had no backward pass."""
+        if self.for_step is not None and silent:
             raise RuntimeError(
-                "other ranks called backward() for a batch, and this one did not; with "
+                f"{listed(silent)} did not call backward() for a batch, and other ranks did; with "
                 "update='step' every rank calls it for each batch that it looks up, before its "
                 "optimizer steps"
             )
