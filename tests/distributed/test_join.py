@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hotrow
+from hotrow.distributed.shared_rows import SharedWork
 from rank_processes import KILLED, Failed, run, started
 
 SIZES, DIMS = (3000, 200, 5), (8, 8, 4)
@@ -168,6 +169,23 @@ def left_with_steps(rank: int, world: int) -> None:
 def test_a_batch_that_one_rank_has_left_is_an_error_on_all() -> None:
     for failed in run(2, left_with_steps, expect_errors=True, group_timeout=20):
         assert failed.message.startswith("rank 1 of 2 ran out of batches before the others")
+
+
+def skipped(rank: int, world: int) -> list[int]:
+    """Return how many batches are known after some that were trained, and every second was not."""
+    embedding, counts = collection("lookahead"), []
+    with hotrow.join(embedding):
+        for number, batch in enumerate(hotrow.ahead(batches(rank, 150), embedding, depth=2)):
+            if number % 2:
+                train_rows(embedding, batch)
+            if number in (90, 140):  # the newest 64 are remembered
+                counts.append(sum(type(x) is SharedWork for x in gc.get_objects()))
+    return counts
+
+
+def test_batches_that_no_rank_looks_up_are_forgotten() -> None:
+    for before, after in run(2, skipped):
+        assert after <= before
 
 
 def calls_alone(rank: int, world: int) -> None:

@@ -316,7 +316,8 @@ class Exchange:
             vectors = self.ranks.exchange(rows, work.received, counts, self.ranks.training)
             work.vectors = work.group.vectors_in_order(work.route, vectors)
             work.version = version
-        self._foreign.pop(serial - _KEPT, None)
+        for old in [x for x in self._foreign if x <= serial - _KEPT]:  # some are never looked up
+            del self._foreign[old]
         self._fetched.append(shared)
         if len(self._fetched) > _KEPT:
             oldest = self._fetched.popleft()
