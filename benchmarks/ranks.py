@@ -7,7 +7,10 @@
 A rank r looks up U_r different rows in a step, of which O_r are its own. With W bytes for an id (4
 below 2^31 rows) and rows of d floats, all ranks together send
 
-    (W + 8 d) * sum over r of (U_r - O_r)  bytes:  ids, vectors there and gradients back.
+    (W + 1/8 + 8 d) * sum over r of (U_r - O_r)  bytes:  ids, vectors there and gradients back.
+
+The eighth is one bit for each id that is read ahead: whether its vector comes early, while the
+batch before trains, or late, because that batch may change it. Between two ranks it is rounded up.
 
 Headers come on top: 512 bytes to each rank, four times a step. Without removing duplicates, each
 lookup would take 8 d bytes instead of each different row. A replicated row sends no vector, and its
@@ -43,6 +46,7 @@ from hotrow.inputs.tables import group_by_width
 RESULTS = Path(__file__).parent / "results" / "ranks.jsonl"
 ID_BYTES = 4
 KINDS = ("ids", "rows", "grads")
+COUNTED = (*KINDS, "early rows")
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class Predicted:
     grads: float
     without_sharing: float  # bytes if every lookup's vector and gradient crossed
     load: float  # the largest number of rows that are asked of an owner, over the mean
+    early_rows: float  # bytes of rows that travel while the batch before trains
     replicated_rows: int = 0
 
 
@@ -102,7 +107,8 @@ def predict(shape: Shape, ids: Tensor, replicate: int = 0) -> Predicted:
     (copied,) = choose_replicas([layout], [4 * shape.dim], replicate, None)
     bases = torch.tensor(layout.bases)
     different, away, copies = np.zeros(ranks), np.zeros(ranks), 0
-    loads = []
+    loads, marks, early = [], 0, 0
+    before: Tensor | None = None  # all rows of the step before
     for step in ids:
         asked = np.zeros(ranks)
         for rank, batch in enumerate(step):
@@ -113,7 +119,13 @@ def predict(shape: Shape, ids: Tensor, replicate: int = 0) -> Predicted:
             asked += counts
             different[rank] += len(unique)
             away[rank] += counts.sum() - counts[rank]
+            marks += (-(-counts // 8)).sum() - -(-counts[rank] // 8)
             copies += int(here.sum())
+            if before is not None:
+                asks = unique[~here][route.order].split(route.counts)
+                others = torch.cat([x for owner, x in enumerate(asks) if owner != rank])
+                early += int((~torch.isin(others, before)).sum())
+        before = (step + bases).unique()
         loads.append(asked.max() / max(1, asked.mean()))
     crossing = away.sum() / steps
     copied_grads = copies / steps * (ranks - 1)
@@ -123,11 +135,12 @@ def predict(shape: Shape, ids: Tensor, replicate: int = 0) -> Predicted:
         ranks,
         lookups,
         float(different.mean() / steps),
-        ID_BYTES * (crossing + copied_grads),
+        ID_BYTES * (crossing + copied_grads) + marks / steps,
         4 * shape.dim * crossing,
         4 * shape.dim * (crossing + copied_grads),
         (ranks - 1) * lookups * (ID_BYTES + 8 * shape.dim),
         float(np.mean(loads)),
+        4 * shape.dim * early / max(1, steps - 1),
         len(copied),
     )
 
@@ -143,7 +156,8 @@ def measure(shape: Shape, ids: Tensor, replicate: int) -> dict[str, float]:
         _train, (ranks, port, shape, ids.numpy(), replicate, queue), nprocs=ranks
     )
     sent = [queue.get() for _ in range(ranks)]
-    return {kind: sum(x[kind] for x in sent) / len(ids) for kind in KINDS}
+    steps = dict.fromkeys(KINDS, len(ids)) | {"early rows": len(ids) - 1}
+    return {kind: sum(x[kind] for x in sent) / steps[kind] for kind in COUNTED}
 
 
 def _train(rank: int, ranks: int, port: int, shape: Shape, ids: np.ndarray, replicate: int,
@@ -157,7 +171,7 @@ def _train(rank: int, ranks: int, port: int, shape: Shape, ids: np.ndarray, repl
         timeout=timedelta(seconds=120),
     )
     embedding = hotrow.EmbeddingBagCollection(
-        shape.tables(), hotrow.SGD(lr=0.01), "10%", seed=0, replicate=replicate
+        shape.tables(), hotrow.SGD(lr=0.01), "20%", seed=0, replicate=replicate
     )
     batches = list(torch.from_numpy(ids[:, rank]))
     for batch in hotrow.ahead(batches, embedding):
@@ -174,12 +188,13 @@ def report(found: Predicted, counted: dict[str, float] | None) -> None:
     text = (
         f"{found.shape:44} {found.ranks} ranks  {found.lookups:8,} lookups, "
         f"{found.different:9,.0f} different  {sent / 1e6:8.2f} MB ({parts})  "
-        f"1/{fewer:.1f} of all lookups  load {found.load:.3f}"
+        f"1/{fewer:.1f} of all lookups  load {found.load:.3f}  "
+        f"early {found.early_rows / max(1, found.rows):.0%}"
     )
     if found.replicated_rows:
         text += f"  {found.replicated_rows:,} rows replicated"
     if counted is not None:
-        is_equal = all(abs(counted[k] - getattr(found, k)) < 1 for k in counted)
+        is_equal = all(abs(counted[k] - getattr(found, k.replace(" ", "_"))) < 1 for k in counted)
         text += "  counted: " + ("equal" if is_equal else str(counted))
     print(text, flush=True)
 

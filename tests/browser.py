@@ -6,10 +6,11 @@ import base64
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from select import select
 from typing import Any
@@ -106,7 +107,8 @@ class Browser:
 def chromium() -> Iterator[Browser]:
     assert CHROMIUM is not None
     (asked, asks), (answers, answered) = os.pipe(), os.pipe()
-    with tempfile.TemporaryDirectory() as home:
+    # Its helper processes may write there until they have noticed its end.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         # It reads from descriptor 3 and writes to 4. As root it cannot have a sandbox.
         command = (
             f"exec {CHROMIUM} --headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage "
@@ -114,7 +116,10 @@ def chromium() -> Iterator[Browser]:
             f"--remote-debugging-pipe 3<&{asked} 4>&{answered}"
         )
         process = subprocess.Popen(
-            ["bash", "-c", command], pass_fds=(asked, answered), stderr=subprocess.DEVNULL
+            ["bash", "-c", command],
+            pass_fds=(asked, answered),
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         os.close(asked)
         os.close(answered)
@@ -123,5 +128,7 @@ def chromium() -> Iterator[Browser]:
         finally:
             process.terminate()
             process.wait()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             os.close(asks)
             os.close(answers)

@@ -216,3 +216,16 @@ def test_kill() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert (report["equal"], report["kills"]) == (True, 5)
+
+
+@pytest.mark.slow
+def test_overlap(run: Any, tmp_path: Path) -> None:
+    sizes = {"features": 3, "rows": 3000, "dim": 4, "batch": 32, "hidden": 8, "steps": 12}
+    words = [f"--{name}={size}" for name, size in sizes.items()]
+    run("overlap", *words, "--budget=60%", f"--results={tmp_path / 'overlap.jsonl'}",
+        f"--out={tmp_path / 'ranks.svg'}")  # fmt: skip
+    lines = lines_of(tmp_path, "overlap")
+    early = {line["system"]: line["sent"].get("early rows") for line in lines}
+    assert early["ranks that share rows"] > 0 == early["the same, no row early"]
+    assert {"one rank", "messages alone"} <= early.keys()
+    assert "early rows" in (tmp_path / "ranks.svg").read_text()

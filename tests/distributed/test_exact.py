@@ -223,11 +223,11 @@ def old_vectors() -> Iterator[None]:
         shared = announce(self, *args, **options)
         if shared is not None:
             owes = self.owes_grads
-            fetch(self, shared, -2)
+            fetch(self, shared, -2, 0)
             self.owes_grads = owes
         return shared
 
-    def fetched(self: Exchange, shared: Any, version: int) -> None:
+    def fetched(self: Exchange, shared: Any, version: int, replaced: int) -> None:
         self.owes_grads = True
 
     with patch.object(Exchange, "announce", announced), patch.object(Exchange, "fetch", fetched):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import hotrow
+from hotrow.distributed import ranks
 from hotrow.engine.gpu.rows import gpu_rows
 from rank_processes import run
 
@@ -97,3 +100,35 @@ def test_the_first_gradient_may_be_that_of_one_rank() -> None:
 def test_ranks_on_one_gpu_train_as_with_all_rows_in_fast_memory(world: int) -> None:
     for differing in run(world, equal_to_all_fast, "cuda", steps=40, size=20, timeout=280):
         assert not differing
+
+
+def alone(rank: int, world: int, device: str, backend: str) -> list[str]:
+    """One rank that exchanges everything with itself, beside one that exchanges nothing."""
+    draw = torch.Generator().manual_seed(5)
+    batches = [
+        torch.stack([torch.randint(rows, (20,), generator=draw) for rows in SIZES], 1)
+        for _ in range(30 if device == "cuda" else 6)
+    ]
+    group = dist.new_group([0], backend=backend)
+    wanted = train(rank, device, "lookahead", batches)
+    differing, exchange = [], ranks.Ranks.exchange
+    for strategy in ("lookahead", "scratchpipe", "static", "all-fast"):
+        with (
+            patch.object(ranks, "FEWEST", 1),
+            patch.object(ranks.Ranks, "exchange", autospec=True, side_effect=exchange) as exchanges,
+        ):
+            losses, rows, _ = train(rank, device, strategy, batches, process_group=group)
+        is_equal = torch.equal(losses, wanted[0]) and all(map(torch.equal, rows, wanted[1]))
+        if not is_equal or exchanges.call_count < 3 * len(batches):
+            differing.append(f"{strategy}: equal {is_equal}, {exchanges.call_count} exchanges")
+    return differing
+
+
+def test_one_rank_may_exchange_with_itself() -> None:
+    assert run(1, alone, "cpu", "gloo", timeout=170) == [[]]
+
+
+@pytest.mark.gpu
+def test_one_rank_exchanges_with_itself_over_nccl() -> None:
+    """Several ranks on one device cannot use NCCL; this runs the same calls."""
+    assert run(1, alone, "cuda", "nccl", timeout=170) == [[]]

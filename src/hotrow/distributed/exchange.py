@@ -21,15 +21,19 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hotrow.distributed.early_rows import EarlyRows
 from hotrow.distributed.owners import Route
 from hotrow.distributed.ranks import (
     CALLS,
     DEPTH,
     ENDED,
     ERROR,
+    HAS_EARLY,
     HAS_GRADS,
     JOINS,
+    READS_AHEAD,
     SAME,
+    SENDS_EARLY,
     SERIAL,
     SETTLES,
     Channel,
@@ -50,8 +54,9 @@ from hotrow.support.streams import Lanes
 
 _BITS = 62  # tables in a word of a header
 _KEPT = 8  # batches whose vectors are kept after they came
-# What a rank says of its gradients, beside the number of the batch that they are of. A rank that
-# only serves says nothing, which is the former.
+# What a rank says of its gradients: the number of a batch if they are those of all its rows, -1
+# less that number if of some of its rows, or one of these. A rank that only serves says nothing,
+# which is the former.
 _OTHER_ROWS, _NO_ROWS = 0, -1
 _TOLD = "is known on all ranks"
 
@@ -125,6 +130,7 @@ class Exchange:
             )
         self.replicated = [group for group in self.groups if group.replicated is not None]
         self.wire = Wire(ranks, self.groups)
+        self.early = EarlyRows(self.wire, lanes, writing)
         self.reads = Reads(self.wire, rows, self.settle_before_reading)
         self._mask_words = -(-len(tables) // _BITS)
         words = 1 + self._mask_words + 3 * len(self.groups)
@@ -143,6 +149,8 @@ class Exchange:
         # Batches that other ranks train without this one, by their serial numbers.
         self._foreign: dict[int, Shared] = {}
         self._fetched: deque[Shared] = deque()
+        # Batches that were read ahead, whose early rows can be sent, by their serial numbers.
+        self._ahead: dict[int, Shared] = {}
 
     def serve(self, propose_depth: Callable[[], int]) -> None:
         """Take the method that says how many batches are worth knowing ahead."""
@@ -157,6 +165,7 @@ class Exchange:
         """Let ranks have different numbers of batches from now on, or no longer."""
         self.is_joined = joins
         self._foreign.clear()
+        self.forget_ahead()
 
     def _run(self, header: Header, task: Any, channel: Channel | None = None) -> Any:
         return self.ranks.run(header, task, channel)
@@ -192,8 +201,10 @@ class Exchange:
         error: Exception | None = None,
         ended: bool = False,
         same_as: int = 0,
+        is_ahead: bool = False,
     ) -> Shared | None:
         """Send the ids of a batch to the owners of their rows, and get what ranks ask of this one.
+        `is_ahead`: it will be in its slots while the one before trains.
 
         Raises on all ranks if one of them has an error. None: all ranks have `ended`, or all look
         up the batch `same_as` again.
@@ -201,6 +212,7 @@ class Exchange:
         self.settle_grads()
         places = [self.groups.index(work.group) for work in works]
         status = ERROR * (error is not None) | ENDED * ended | JOINS * self.is_joined
+        status |= READS_AHEAD * is_ahead
         counts = [[0] * len(self.groups) for _ in range(self.ranks.size)]
         for place, work in zip(places, works, strict=True):
             for rank, count in enumerate(work.route.counts):
@@ -260,6 +272,10 @@ class Exchange:
         shared = Shared(self._serial, tuple(works))
         if self.is_joined:  # this rank may serve it, also if it leaves its loop early
             self._foreign[shared.serial] = shared
+        elif headers.all_have(READS_AHEAD) and not headers.with_status(JOINS):
+            by_place = dict(zip(places, works, strict=True))
+            self.early.find_late(shared.serial, by_place, numbers, theirs)
+            self._ahead[shared.serial] = shared
         return shared
 
     def _nothing(self, place: int) -> SharedWork:
@@ -288,34 +304,45 @@ class Exchange:
 
     # -- vectors -----------------------------------------------------------------------
 
-    def fetch(self, shared: Shared, version: int) -> None:
-        """Get the vectors of a batch, unless they came since rows were changed last."""
+    def fetch(self, shared: Shared, version: int, replaced: int) -> None:
+        """Get the vectors of a batch, unless they came since rows were changed last. `version` says
+        how often they were, and `replaced` how often otherwise than by an update."""
         if all(work.version == version for work in shared.works):
             return
-        header = Header(Op.ROWS, self.number, shared.serial, words=[self.reads.steps])
-        self._run(header, (shared, version))
+        # What is late was found beside the batch before: both have to be known ahead.
+        is_ahead = shared.serial in self._ahead
+        for serial in [x for x in self._ahead if x <= shared.serial]:
+            del self._ahead[serial]
+        following = self._ahead.get(shared.serial + 1) if is_ahead else None
+        works = None if following is None else following.works
+        status = HAS_EARLY * self.early.holds(shared.serial, replaced)
+        status |= SENDS_EARLY * self.early.can_send(works)
+        steps = [self.reads.steps]
+        header = Header(Op.ROWS, self.number, shared.serial, status, words=steps)
+        self._run(header, (shared, version, replaced))
         self.owes_grads = True
 
     def _perform_rows(
-        self, headers: Headers, doers: list[bool], task: tuple[Shared, int] | None
+        self, headers: Headers, doers: list[bool], task: tuple[Shared, int, int] | None
     ) -> None:
         if not (all(doers) or self.is_joined):  # a rank has left its loop early
             self._raise_ended(_others(doers))
         self._check_steps(headers, doers)
         serial = max(headers.column(SERIAL))
-        shared, version = task or (self._foreign[serial], -1)
+        shared, version, replaced = task or (self._foreign[serial], -1, 0)
         inner = [work.inner for work in shared.works]
         if task is None:
             at_once([work for work in inner if work.plan is None], self._lanes)
-        for work in shared.works:
-            with self._writing(), torch.no_grad():
-                rows = work.inner.group.lookup(work.inner, work.inner.lookups)
-            rows = rows[: sum(work.received)]  # a plan for no id has room for one
-            self.wire.count("rows", rows, work.received)
-            counts = work.route.counts
-            vectors = self.ranks.exchange(rows, work.received, counts, self.ranks.training)
+        if headers.all_have(HAS_EARLY):
+            every = self.early.vectors_of(shared.works)
+        else:
+            self.early.drop(for_some_time=True)
+            every = [self._vectors_of(work) for work in shared.works]
+        for work, vectors in zip(shared.works, every, strict=True):
             work.vectors = work.group.vectors_in_order(work.route, vectors)
             work.version = version
+        if headers.all_have(SENDS_EARLY):
+            self.early.send(serial + 1, self._ahead[serial + 1].works, replaced)
         for old in [x for x in self._foreign if x <= serial - _KEPT]:  # some are never looked up
             del self._foreign[old]
         self._fetched.append(shared)
@@ -335,6 +362,20 @@ class Exchange:
                 f"{steps[fewest]:,} times: all {self.ranks.size} ranks have to step their "
                 "optimizers for the same batches, or rows of one are not trained as those of others"
             )
+
+    def _vectors_of(self, work: SharedWork) -> Tensor:
+        """Return the vectors that this rank asks for, owner by owner."""
+        with self._writing(), torch.no_grad():
+            rows = work.inner.group.lookup(work.inner, work.inner.lookups)
+        rows = rows[: sum(work.received)]  # a plan for no id has room for one
+        self.wire.count("rows", rows, work.received)
+        counts = work.route.counts
+        return self.ranks.exchange(rows, work.received, counts, self.ranks.training)
+
+    def forget_ahead(self) -> None:
+        """Forget batches that were read ahead: none of them will be trained."""
+        self._ahead.clear()
+        self.early.drop()
 
     # -- gradients ---------------------------------------------------------------------
 
@@ -370,11 +411,12 @@ class Exchange:
         self._run(header, (grads, ways))
 
     def _way_of(self, place: int, x: Grads) -> tuple[int, Route]:
-        """Return the serial number of the batch whose rows these are, or that they are others, and
-        the way of the gradients."""
-        if x.work is not None and len(x.ids) == len(x.work.ids.ids):
+        """Return which rows these are, and the way of the gradients."""
+        if x.work is None:
+            return _OTHER_ROWS, self.groups[place].route(x.ids.cpu())
+        if len(x.ids) == len(x.work.ids.ids):
             return x.work.serial, x.work.route
-        return _OTHER_ROWS, self.groups[place].route(x.ids.cpu())
+        return -1 - x.work.serial, self.groups[place].route(x.ids.cpu())
 
     def _perform_grads(self, headers: Headers, task: Any) -> None:
         self._steps += 1
@@ -388,15 +430,16 @@ class Exchange:
         if not headers.with_status(HAS_GRADS):
             return
         self.passes += 1
-        came = []
+        came, batches = [], set[int]()
         for place, group in enumerate(self.groups):
             forms = {headers.words(r, first, count)[place] for r in range(self.ranks.size)}
+            batches |= {max(form, -1 - form) for form in forms - {_NO_ROWS}}
             every = [headers.words(r, first + count, 2 * count) for r in range(len(masks))]
             received, copied = [x[count + place] for x in every], [x[place] for x in every]
             route = ways[place][1] if place in ways else None
             if any(copied):
                 came.append(self._swap_copied(place, grads.get(place), route, copied))
-            if not any(x > _NO_ROWS for x in forms):
+            if forms == {_NO_ROWS}:
                 continue
             sums = torch.empty(0, group.dim, device=group.device)
             if route is not None:
@@ -404,7 +447,7 @@ class Exchange:
             counts = [0] * self.ranks.size if route is None else route.counts
             self.wire.count("grads", sums, counts)
             theirs = self.ranks.exchange(sums, counts, received, self.ranks.training)
-            if len(forms) == 1 and _OTHER_ROWS not in forms:  # all ranks have those of one batch
+            if len(forms) == 1 and min(forms) > _OTHER_ROWS:  # all ranks have those of one batch
                 work = grads[place].work
                 assert work is not None
                 none = torch.empty(0, dtype=torch.int64)
@@ -419,7 +462,8 @@ class Exchange:
         on_grads, settings = self._on_grads(), self._settings()
         assert on_grads is not None
         assert settings is not None
-        with settings.used(self._numbers_of(settings, headers.with_status(HAS_GRADS))):
+        numbers = self._numbers_of(settings, headers.with_status(HAS_GRADS))
+        with settings.used(numbers), self.early.applying(batches):
             on_grads(came, tables, headers.with_status(SETTLES))
 
     def _swap_copied(

@@ -7,8 +7,8 @@ rank that only serves others learns what they do; ranks that do different things
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from threading import RLock
@@ -46,8 +46,11 @@ _WHAT = {
 }
 # Words of a header that are the same for all ranks it goes to.
 OP, COLLECTION, SERIAL, STATUS, DEPTH, SAME, FIRST_FREE = range(7)
+FEWEST = 2  # ranks that exchange anything; tests let one exchange with itself
 _WIDTH = 64  # words of most headers: if ranks differ in collections, messages have one size
-ERROR, ENDED, JOINS, HAS_GRADS, CALLS, SETTLES = 1, 2, 4, 8, 16, 32  # bits of STATUS
+# Bits of STATUS.
+ERROR, ENDED, JOINS, HAS_GRADS, READS_AHEAD, HAS_EARLY, SENDS_EARLY = (1 << k for k in range(7))
+CALLS, SETTLES = 1 << 7, 1 << 8
 
 
 class RankError(RuntimeError):
@@ -92,6 +95,10 @@ class Headers:
         """Return the ranks that have set a bit of their status."""
         return [rank for rank, row in enumerate(self._rows) if row[STATUS] & bit]
 
+    def all_have(self, bit: int) -> bool:
+        """Return whether all ranks have set a bit of their status."""
+        return len(self.with_status(bit)) == len(self._rows)
+
 
 class Channel:
     """A pair of process groups for the messages of one thread in each rank: one for numbers of
@@ -118,6 +125,22 @@ class Channel:
         return group
 
 
+@dataclass(frozen=True)
+class Pending:
+    """Values that are on their way from other ranks."""
+
+    values: Tensor  # what will be there
+    _sent: Tensor  # kept until it has left
+    _work: Any  # of torch
+    _together: Callable[[], AbstractContextManager[None]]
+
+    def wait(self) -> Tensor:
+        """Return the values when they are there; on a device its stream waits, where it can."""
+        with self._together():
+            self._work.wait()
+        return self.values
+
+
 class Ranks:
     """The ranks of a process group that share rows."""
 
@@ -128,6 +151,7 @@ class Ranks:
         is_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend(group))
         backend = "nccl" if is_nccl else "gloo"
         self.training = Channel(self.members, timeout, backend)
+        self.early = Channel(self.members, timeout, backend)  # beside training
         self.aside = Channel(self.members, timeout, backend)  # another thread that reads
         self.saving: Channel | None = None  # a thread that saves; see `open_saving`
         self._timeout = timeout
@@ -169,6 +193,16 @@ class Ranks:
     ) -> Tensor:
         """Send `sent[r]` items of `values` to each rank `r`; return what came, by rank."""
         return self._all_to_all(values, sent, received, channel)
+
+    def begin_exchange(
+        self, values: Tensor, sent: list[int], received: list[int], channel: Channel
+    ) -> Pending:
+        """Begin what `exchange` does, without waiting for it."""
+        out, values = values.new_empty(sum(received), *values.shape[1:]), values.contiguous()
+        with self._together():
+            group = channel.group_for(values)
+            work = dist.all_to_all_single(out, values, received, sent, group=group, async_op=True)
+        return Pending(out, values, work, self._together)
 
     def _all_to_all(
         self, values: Tensor, sent: list[int] | None, received: list[int] | None, channel: Channel
@@ -330,7 +364,7 @@ def ranks_of(group: Any, device: torch.device) -> Ranks | None:
             raise ValueError("process_group= needs torch.distributed.init_process_group() before")
         return None
     group = group or dist.group.WORLD
-    if dist.get_world_size(group) <= 1:
+    if dist.get_world_size(group) < FEWEST:
         return None
     if dist.get_rank(group) < 0:
         raise ValueError("this process is no member of process_group")

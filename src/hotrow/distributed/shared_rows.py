@@ -7,7 +7,7 @@ What the rank owns is an ordinary group of rows, which the engine plans, moves a
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,19 @@ from hotrow.kernels import reference
 from hotrow.kernels.reference import SortedIds, sort_ids
 
 
+@dataclass(frozen=True)
+class Parted:
+    """Some of a batch's rows of one width, on their way from owners to ranks."""
+
+    at_owner: Tensor  # places among the ids that ranks ask of this one, rank by rank
+    here: Tensor  # places among the ids that this rank asks for, owner by owner
+    sent: list[int]  # how many of them this rank sends to each
+    received: list[int]  # and gets of each
+
+    def to(self, device: torch.device) -> Parted:
+        return replace(self, at_owner=self.at_owner.to(device), here=self.here.to(device))
+
+
 class SharedWork(SortedWork):
     """One batch's lookups of one width: what this rank looks up, and what all ranks ask of it."""
 
@@ -33,6 +46,9 @@ class SharedWork(SortedWork):
         self.received: list[int] = []  # ids that each rank asks for
         self.inner: Any = None  # all of those, as the engine's work
         self.serial = 0  # of the exchange of these ids
+        # Rows that are sent before the batch is looked up, and then; None: all of them then.
+        self.early: Parted | None = None
+        self.late: Parted | None = None
         self.vectors: Tensor | None = None  # [U + 1, dim]: padding reads the last one, zeros
         self.version = -1  # of the rows, when the vectors came
 
@@ -50,6 +66,8 @@ class SharedWork(SortedWork):
         x = self._lookups
         offsets, divisor = (y if y is None else y.to(device) for y in (x.offsets, x.divisor))
         self._lookups = replace(x, ids=x.ids.to(device), offsets=offsets, divisor=divisor)
+        self.early = None if self.early is None else self.early.to(device)
+        self.late = None if self.late is None else self.late.to(device)
         self.inner.arrive(self.inner.batch.to(device))
 
 

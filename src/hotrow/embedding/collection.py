@@ -501,8 +501,9 @@ class EmbeddingBagCollection(TorchSurface):
         return self._rows.traffic()
 
     def sent_bytes(self) -> dict[str, int]:
-        """Return the bytes that this rank has sent to others so far: "ids" that it looks up,
-        "rows" that others look up, and "grads" of rows that others own."""
+        """Return the bytes that this rank has sent to others so far: "ids" that it looks up, and
+        marks of rows that are late; "rows" that others look up, "early rows" of these, while the
+        batch before trained; and "grads" of rows that others own."""
         return self._rows.sent_bytes()
 
     def chunk_seconds(self) -> float:

@@ -173,7 +173,10 @@ class Pipeline:
         planned = self._checked(features, *args, **options)
         if self._rows.exchange is None:
             return planned
-        return self._announced(planned, 0) or planned
+        strategy, device = self._rows.strategy, self._rows.device
+        is_early = strategy.overlapped and strategy.reads_ahead_on(device)
+        is_ahead = options.get("held", False) and is_early
+        return self._announced(planned, 0, is_ahead=is_ahead) or planned
 
     def _checked(self, features: Any, *args: Any, **options: Any) -> PlannedBatch:
         """Prepare what this rank looks up; raise on all ranks if it cannot be looked up."""
@@ -184,12 +187,14 @@ class Pipeline:
                 self._rows.exchange.announce(error=error)
             raise
 
-    def _announced(self, planned: PlannedBatch, same_as: int) -> PlannedBatch | None:
+    def _announced(
+        self, planned: PlannedBatch, same_as: int, *, is_ahead: bool = False
+    ) -> PlannedBatch | None:
         """Exchange the ids of a batch with other ranks; None: all look up the same as before."""
         exchange = self._rows.exchange
         assert exchange is not None
         works: Any = planned.works
-        shared = exchange.announce(works, same_as=same_as)
+        shared = exchange.announce(works, same_as=same_as, is_ahead=is_ahead)
         return None if shared is None else replace(planned, shared=shared)
 
     def end_batches(self, error: Exception | None = None) -> bool:
@@ -341,8 +346,9 @@ class Pipeline:
 
     def fetch(self, planned: PlannedBatch) -> None:
         """Get the vectors of a batch from the ranks that own its rows, if there are several."""
-        if planned.shared is not None and self._rows.exchange is not None:
-            self._rows.exchange.fetch(planned.shared, self._rows.version)
+        rows = self._rows
+        if planned.shared is not None and rows.exchange is not None:
+            rows.exchange.fetch(planned.shared, rows.version, rows.version - rows.steps)
 
     def join(self, joins: bool) -> None:
         """Let ranks have different numbers of batches from now on, or no longer."""
@@ -431,6 +437,8 @@ class Pipeline:
             self.forget_planned()
             self.iterator = None
             if not sys.is_finalizing():  # else no step follows, and threads that move rows are gone
+                if rows.exchange is not None:
+                    rows.exchange.forget_ahead()
                 rows.lanes.join()
                 for group in rows.groups:
                     group.finish_planned()

@@ -215,7 +215,7 @@ class RowGroups:
     def sent_bytes(self) -> dict[str, int]:
         """Return the bytes that this rank has sent to others, by kind."""
         sent = {} if self.exchange is None else self.exchange.wire.sent
-        return {kind: sent.get(kind, 0) for kind in ("ids", "rows", "grads")}
+        return {kind: sent.get(kind, 0) for kind in ("ids", "rows", "early rows", "grads")}
 
     def switch(self) -> int:
         """Let the inactive engine train; return the bytes of the rows that are in slots."""

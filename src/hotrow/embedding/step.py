@@ -493,6 +493,9 @@ class PendingStep:
         self._rows.version += 1
         self._rows.steps += 1
         self._updated_at = self._added_at
+        if self._rows.exchange is not None:
+            wait_on = self.for_step is not None and not self._fuses
+            self._rows.exchange.early.note_step(wait_on=wait_on)
 
     def _tables_in(self, by_group: Sequence[GroupGrads]) -> tuple[str, ...]:
         """Return the tables whose vectors have a gradient: this step is theirs alone."""

@@ -69,6 +69,8 @@ class WaitingGrads:
         """Free the memory of gradients that `zero_grad()` has taken away."""
         if self._sums and not any(self._stand_ins.waiting()):
             self._sums.clear()
+            if self._rows.exchange is not None:
+                self._rows.exchange.early.forget_grads()
 
     def _factors(self) -> tuple[Tensor, Tensor] | None:
         """Return what was done since to the gradients that wait: factors, and which are kept; None
