@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hotrow
+from hotrow.distributed.shared_rows import SharedWork
 from rank_processes import KILLED, Failed, run, started
 
 SIZES, DIMS = (3000, 200, 5), (8, 8, 4)
@@ -152,6 +153,70 @@ def refused_join(rank: int, world: int) -> None:
 def test_rows_that_wait_for_an_optimizer_cannot_be_joined() -> None:
     for failed in run(2, refused_join, expect_errors=True, alone=True, timeout=30):
         assert "update='backward'" in failed.message
+
+
+def left_with_steps(rank: int, world: int) -> None:
+    embedding = collection("lookahead", update="step")
+    with hotrow.join(embedding):
+        for number, batch in enumerate(hotrow.ahead(batches(rank, 20), embedding)):
+            if rank == 1 and number == 5:
+                break
+            embedding.optimizer.zero_grad()
+            train_rows(embedding, batch)
+            embedding.optimizer.step()
+
+
+def test_a_batch_that_one_rank_has_left_is_an_error_on_all() -> None:
+    for failed in run(2, left_with_steps, expect_errors=True, group_timeout=20):
+        assert failed.message.startswith("rank 1 of 2 ran out of batches before the others")
+
+
+def skipped(rank: int, world: int) -> list[int]:
+    """Return how many batches are known after some that were trained, and every second was not."""
+    embedding, counts = collection("lookahead"), []
+    with hotrow.join(embedding):
+        for number, batch in enumerate(hotrow.ahead(batches(rank, 150), embedding, depth=2)):
+            if number % 2:
+                train_rows(embedding, batch)
+            if number in (90, 140):  # the newest 64 are remembered
+                counts.append(sum(type(x) is SharedWork for x in gc.get_objects()))
+    return counts
+
+
+def test_batches_that_no_rank_looks_up_are_forgotten() -> None:
+    for before, after in run(2, skipped):
+        assert after <= before
+
+
+def calls_alone(rank: int, world: int) -> None:
+    embedding = collection("all-fast")
+    with hotrow.join(embedding):
+        if rank == 1:
+            embedding.load_weights("t1", 0, torch.zeros(3, 8))
+
+
+def test_a_method_that_one_rank_calls_in_join_is_an_error_on_all() -> None:
+    for failed in run(2, calls_alone, expect_errors=True, group_timeout=20):
+        assert failed.message.startswith("all ranks have to call load_weights('t1', 0, 3 rows); ")
+        assert failed.message.endswith("rank 0 has no batch left and serves the others")
+
+
+def joined_in_groups(rank: int, world: int) -> list[bool]:
+    """A rank without a batch serves its rows of both process groups at the same time."""
+    found = []
+    for strategy in ("all-fast", "lookahead"):
+        groups = [None, torch.distributed.new_group()]
+        model = nn.ModuleList([collection(strategy, process_group=group) for group in groups])
+        with hotrow.join(model):
+            for batch in hotrow.ahead(batches(rank, 3 + 2 * rank), model):
+                torch.stack([x(batch).values().square().sum() for x in model]).sum().backward()
+        found.append([rows_of(x) for x in model])  # type: ignore[arg-type]
+    return [torch.equal(*pair) for pair in zip(*found, strict=True)]
+
+
+def test_collections_of_several_process_groups_are_joined() -> None:
+    for equal in run(2, joined_in_groups, group_timeout=20):
+        assert all(equal)
 
 
 def evaluated(rank: int, world: int) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -116,6 +118,40 @@ def test_a_rank_may_skip_its_backward_pass(world: int) -> None:
     checked(world, without_backward)
 
 
+def not_noticed(rank: int, world: int) -> list[str]:
+    """The end of a backward pass is not noticed; afterwards training goes on without it."""
+    said, tables = [], []
+    missed: Any = torch.autograd.backward
+    while hasattr(missed, "__wrapped__"):
+        missed = missed.__wrapped__  # as if it was imported before
+    ways: list[Callable[[Tensor], None]] = [lambda loss: None, in_thread, missed]
+    for way in ways:
+        embedding = build()
+        for step, ids in enumerate(batches(rank)):
+            loss = readout(embedding(ids))
+            if step == 3:
+                try:
+                    way(loss)
+                except RuntimeError as error:
+                    said.append(str(error))
+            else:
+                loss.backward()
+        tables.append(tables_of(embedding))
+    assert len(said) == 2
+    assert all("this one would not be noticed" in text for text in said)
+    return [x for found in tables[1:] for x in unlike(found, tables[0])]
+
+
+def in_thread(loss: Tensor) -> None:
+    """Call `backward()` in another thread than the lookup; raise its error here."""
+    with ThreadPoolExecutor() as pool:
+        pool.submit(loss.backward).result()
+
+
+def test_a_backward_pass_whose_end_is_not_noticed_is_refused() -> None:
+    checked(2, not_noticed)
+
+
 def one_sided(rank: int, world: int) -> list[str]:
     """One rank alone has gradients, of rows that it owns, and of a part of its batch's rows."""
     found = []
@@ -211,6 +247,50 @@ def test_all_ranks_skip_the_step_of_an_optimizer() -> None:
     checked(2, scaled_steps)
 
 
+def unequal_steps(rank: int, world: int) -> list[str]:
+    """The optimizer of one rank does not step, so its own rows are not updated."""
+    embedding = build(update="step")
+    try:
+        for step, ids in enumerate(batches(rank)):
+            embedding.optimizer.zero_grad()
+            readout(embedding(ids)).backward()
+            if rank == 0 or step != 3:
+                embedding.optimizer.step()
+    except RankError as error:
+        said = str(error)
+        return [] if "rank 0 has updated its rows 4 times, and rank 1 3" in said else [said]
+    return ["no error"]
+
+
+def test_an_optimizer_that_does_not_step_on_one_rank_is_an_error() -> None:
+    checked(2, unequal_steps)
+
+
+def accumulated(rank: int, world: int) -> list[str]:
+    """Inside of accumulate() ranks evaluate different numbers of batches."""
+    outcomes = []
+    for evaluates in (False, True):
+        for name in ("all-fast", "lookahead"):
+            embedding = build(TIGHT.get(name, name))
+            stream = hotrow.ahead(batches(rank), embedding)
+            for _ in range(4):
+                with embedding.accumulate():
+                    for ids in islice(stream, 2):
+                        loss = readout(embedding(ids))
+                        for _ in range(rank if evaluates else 0):
+                            with torch.no_grad():
+                                embedding(ids)
+                        loss.backward()
+            stream.close()
+            outcomes.append(tables_of(embedding))
+            assert embedding.optimizer.steps == [4] * 3
+    return [x for found in outcomes[1:] for x in unlike(found, outcomes[0])]
+
+
+def test_ranks_may_evaluate_while_they_accumulate() -> None:
+    checked(2, accumulated)
+
+
 # -- evaluation in another thread ------------------------------------------------------------
 
 
@@ -260,6 +340,32 @@ def beside_training(rank: int, world: int) -> list[str]:
 
 def test_threads_evaluate_together_while_all_ranks_train() -> None:
     checked(2, beside_training)
+
+
+def reading_first(rank: int, world: int) -> list[str]:
+    """A thread reads before the first batch is trained, and while ranks train two collections."""
+    found, outcomes = [], []
+    for beside in (False, True):
+        embeddings = [build("all-fast"), build(TIGHT["lookahead"])]
+
+        def watch(embeddings: list[Any] = embeddings) -> list[Tensor]:
+            with torch.no_grad():
+                return [x(batches(0)[0])["f"] for _ in range(30) for x in embeddings]
+
+        with ThreadPoolExecutor() as pool:
+            reading = pool.submit(watch) if beside else None
+            for ids in batches(rank, 12):
+                torch.stack([readout(x(ids)) for x in embeddings]).sum().backward()
+            if reading is not None and len(reading.result()) < 60:
+                found.append("vectors are missing")
+        outcomes.append([tables_of(x) for x in embeddings])
+    for one, other in zip(*outcomes, strict=True):
+        found += unlike(one, other)
+    return found
+
+
+def test_a_thread_may_read_before_another_one_trains() -> None:
+    checked(2, reading_first)
 
 
 def modules_beside_training(rank: int, world: int) -> list[str]:

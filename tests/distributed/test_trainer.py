@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -187,6 +188,51 @@ def test_a_rank_without_samples_takes_part() -> None:
                 for one, other in zip(bits, alone[when][1], strict=True):
                     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
                 assert warned == rank  # the last one, once
+
+
+def in_steps(clip_norm: float | None, batches: Sequence[ClickBatch]) -> list[Tensor]:
+    """Rows make the steps of torch's optimizer."""
+    model = NeedsSamples(make(update="step", optimizer=None).embedding, 3)
+    for _ in trainer_of(model, clip_norm=clip_norm).run(batches):
+        pass
+    return model.bits()
+
+
+def in_steps_without_samples(rank: int, world: int, clip_norm: float | None) -> list[Tensor]:
+    mine = parts(TRAINED, rank, world)
+    mine[4] = TRAINED[4] if rank == 0 else RankPart(1, 2).cut(RankPart(1, 2).cut(TRAINED[-1]))
+    assert rank == 0 or not len(mine[4].label)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the model cannot be called with a batch of 0 samples")
+        return in_steps(clip_norm, mine)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.01])
+def test_a_rank_without_samples_takes_part_in_a_step_of_torch(clip_norm: float | None) -> None:
+    expected = in_steps(clip_norm, TRAINED)
+    for bits in run(2, in_steps_without_samples, clip_norm):
+        for one, other in zip(bits, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def unequal(rank: int, world: int) -> list[str]:
+    """Ranks run out of batches at different times, alone and inside of hotrow.join."""
+    said = []
+    for around in (lambda model: nullcontext(), hotrow.join):
+        model = make()
+        try:
+            with around(model):
+                for _ in trainer_of(model).run(parts(TRAINED, rank, world)[: 5 - 2 * rank]):
+                    pass
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_trainer_that_runs_out_of_batches_is_an_error_on_all_ranks() -> None:
+    for said in run(2, unequal, group_timeout=20):
+        assert [text[:26] for text in said] == ["rank 1 of 2 ran out of bat"] * 2
+        assert "which hotrow.Trainer does not allow, inside of hotrow.join either" in said[1]
 
 
 def nonfinite(rank: int, world: int) -> list[Any]:

@@ -182,6 +182,23 @@ def test_none_freezes_no_row_and_takes_no_memory() -> None:
     assert embedding.memory() == before
 
 
+@pytest.mark.parametrize("strategy", ["lookahead", "hybrid"])
+def test_rows_stay_frozen_when_an_optimizer_brings_state(strategy: str) -> None:
+    """Rows are built again for the state of an optimizer that is made later."""
+    sizes = {"a": (900, 4), "b": (900, 2)}
+    tables = [hotrow.EmbeddingBagConfig(name, *size, [name]) for name, size in sizes.items()]
+    embedding = hotrow.EmbeddingBagCollection(
+        tables, None, "50%", update="step", strategy=strategy, seed=1
+    )
+    embedding.freeze_rows({"a": torch.arange(0, 900, 2)})
+    before = embedding.row_access.copy_weights("a")
+    optimizer = torch.optim.Adagrad(embedding.parameters(), lr=0.1)
+    embedding(torch.arange(16).reshape(8, 2) % 9).values().sum().backward()
+    optimizer.step()
+    moved = (embedding.row_access.copy_weights("a") != before).any(1).nonzero().squeeze(1)
+    assert moved.tolist() == [1, 3, 5]
+
+
 def test_bits_stay_at_one_place_while_some_row_is_frozen() -> None:
     """Captured steps read them there."""
     embedding = build(CASES["one-hot"], "sgd", "all-fast")

@@ -24,6 +24,7 @@ from torch import Tensor
 from hotrow.distributed.early_rows import EarlyRows
 from hotrow.distributed.owners import Route
 from hotrow.distributed.ranks import (
+    CALLS,
     DEPTH,
     ENDED,
     ERROR,
@@ -34,6 +35,7 @@ from hotrow.distributed.ranks import (
     SAME,
     SENDS_EARLY,
     SERIAL,
+    SETTLES,
     Channel,
     Header,
     Headers,
@@ -43,7 +45,7 @@ from hotrow.distributed.ranks import (
 )
 from hotrow.distributed.reads import Reads, Rows
 from hotrow.distributed.shared_rows import SharedRows, SharedWork
-from hotrow.distributed.wire import Wire
+from hotrow.distributed.wire import Wire, swap_copied
 from hotrow.engine.schedule import at_once
 from hotrow.inputs.batch import BadId, no_lookups
 from hotrow.kernels import reference
@@ -59,7 +61,7 @@ _OTHER_ROWS, _NO_ROWS = 0, -1
 _TOLD = "is known on all ranks"
 
 
-OnGrads = Callable[[Sequence["OwnGrads"], Collection[str]], None]
+OnGrads = Callable[[Sequence["OwnGrads"], Collection[str], Sequence[int]], None]
 
 
 class RuleSettings(Protocol):
@@ -129,18 +131,20 @@ class Exchange:
         self.replicated = [group for group in self.groups if group.replicated is not None]
         self.wire = Wire(ranks, self.groups)
         self.early = EarlyRows(self.wire, lanes, writing)
-        self.reads = Reads(self.wire, rows, self.settle_grads)
+        self.reads = Reads(self.wire, rows, self.settle_before_reading)
         self._mask_words = -(-len(tables) // _BITS)
         words = 1 + self._mask_words + 3 * len(self.groups)
         self.number = self.reads.number = ranks.add(self, words)
         self._serial = 0  # of batches
         self._steps = 0  # of exchanges of gradients
+        self.passes = 0  # those in which some rank had any
         self.agreed_depth = 0
         # Weak references: their objects own this one.
         self._propose_depth: Callable[[], Callable[[], int] | None] = lambda: None
         self._on_grads: Callable[[], OnGrads | None] = lambda: None
         self._settings: Callable[[], RuleSettings | None] = lambda: None
         self.owes_grads = False  # vectors came, and gradients were not exchanged since
+        self.is_accumulating = False  # gradients will be exchanged at the end of accumulate()
         self.is_joined = False  # inside of hotrow.join
         # Batches that other ranks train without this one, by their serial numbers.
         self._foreign: dict[int, Shared] = {}
@@ -173,14 +177,14 @@ class Exchange:
         if op is Op.BATCH:
             return self._perform_batch(headers, doers, task)
         if op is Op.ROWS:
-            return self._perform_rows(headers, task)
+            return self._perform_rows(headers, doers, task)
         if op is Op.GRADS:
             return self._perform_grads(headers, task)
         if op is Op.READ:
             return self.reads.perform(headers, doers, task, channel)
         if op is Op.PART:
-            return [headers.words(r, 0, 1)[0] if does else 0 for r, does in enumerate(doers)]
-        return self._perform_check(task, channel)
+            return _samples_of(headers, doers)
+        return self._perform_check(headers, task, channel)
 
     # -- ids ---------------------------------------------------------------------------
 
@@ -231,7 +235,7 @@ class Exchange:
         if headers.with_status(ERROR):
             error = None if task is None else task.error
             _raise_first(error, headers.with_status(ERROR)[0], self.ranks)
-        ended = set(headers.with_status(ENDED)) | {r for r, does in enumerate(doers) if not does}
+        ended = {*headers.with_status(ENDED), *_others(doers)}
         if len(ended) == self.ranks.size:
             return None
         same = {value for value, does in zip(headers.column(SAME), doers, strict=True) if does}
@@ -284,11 +288,17 @@ class Exchange:
         works = None if following is None else following.works
         status = HAS_EARLY * self.early.holds(shared.serial, replaced)
         status |= SENDS_EARLY * self.early.can_send(works)
-        header = Header(Op.ROWS, self.number, shared.serial, status)
+        steps = [self.reads.steps]
+        header = Header(Op.ROWS, self.number, shared.serial, status, words=steps)
         self._run(header, (shared, version, replaced))
         self.owes_grads = True
 
-    def _perform_rows(self, headers: Headers, task: tuple[Shared, int, int] | None) -> None:
+    def _perform_rows(
+        self, headers: Headers, doers: list[bool], task: tuple[Shared, int, int] | None
+    ) -> None:
+        if not (all(doers) or self.is_joined):  # a rank has left its loop early
+            _raise_ended(_others(doers), self.ranks.size)
+        _check_steps(headers, doers)
         serial = max(headers.column(SERIAL))
         shared, version, replaced = task or (self._foreign[serial], -1, 0)
         inner = [work.inner for work in shared.works]
@@ -304,7 +314,8 @@ class Exchange:
             work.version = version
         if headers.all_have(SENDS_EARLY):
             self.early.send(serial + 1, self._ahead[serial + 1].works, replaced)
-        self._foreign.pop(serial - _KEPT, None)
+        for old in [x for x in self._foreign if x <= serial - _KEPT]:  # some are never looked up
+            del self._foreign[old]
         self._fetched.append(shared)
         if len(self._fetched) > _KEPT:
             oldest = self._fetched.popleft()
@@ -331,11 +342,18 @@ class Exchange:
     def settle_grads(self) -> None:
         """Take part in the exchange of gradients that other ranks may have, without any."""
         if self.owes_grads:
-            self.send_grads({}, ())
+            self.send_grads({}, (), settles=True)
 
-    def send_grads(self, grads: dict[int, Grads], tables: Collection[str]) -> None:
-        """Send gradients, by the place of a group, to the owners of their rows; then `update_by`
-        is called with what came, and the tables that have a gradient on some rank."""
+    def settle_before_reading(self) -> None:
+        """As `settle_grads`; but inside of accumulate() others may go on meanwhile."""
+        if not self.is_accumulating:
+            self.settle_grads()
+
+    def send_grads(
+        self, grads: dict[int, Grads], tables: Collection[str], *, settles: bool = False
+    ) -> None:
+        """Send gradients, by the place of a group, to the owners of their rows, who update them;
+        `tables` have a gradient. `settles`: this rank had no backward pass."""
         self.owes_grads = False
         size, groups = self.ranks.size, self.groups
         ways = {place: self._way_of(place, x) for place, x in grads.items()}
@@ -347,7 +365,7 @@ class Exchange:
             for rank, count in enumerate(route.counts):
                 counts[rank][place] = count
         words = [*_mask_of(tables, self._tables), *forms, *copied]
-        status = HAS_GRADS * bool(tables)
+        status = HAS_GRADS * bool(tables) | SETTLES * settles
         header = Header(Op.GRADS, self.number, self._steps + 1, status, words=words, counts=counts)
         self._run(header, (grads, ways))
 
@@ -370,6 +388,7 @@ class Exchange:
         tables = _tables_of(masks, self._tables)
         if not headers.with_status(HAS_GRADS):
             return
+        self.passes += 1
         came, batches = [], set[int]()
         for place, group in enumerate(self.groups):
             forms = {headers.words(r, first, count)[place] for r in range(self.ranks.size)}
@@ -378,7 +397,9 @@ class Exchange:
             received, copied = [x[count + place] for x in every], [x[place] for x in every]
             route = ways[place][1] if place in ways else None
             if any(copied):
-                came.append(self._swap_copied(place, grads.get(place), route, copied))
+                own = grads[place].sums if place in grads else None
+                pair = swap_copied(self.wire, group, route, own, copied)
+                came.append(OwnGrads(count + self.replicated.index(group), None, *pair))
             if forms == {_NO_ROWS}:
                 continue
             sums = torch.empty(0, group.dim, device=group.device)
@@ -404,25 +425,7 @@ class Exchange:
         assert settings is not None
         numbers = _numbers_of(settings, headers.with_status(HAS_GRADS), self.ranks)
         with settings.used(numbers), self.early.applying(batches):
-            on_grads(came, tables)
-
-    def _swap_copied(
-        self, place: int, grads: Grads | None, route: Route | None, copied: list[int]
-    ) -> OwnGrads:
-        """Return the gradients of replicated rows, of which every rank gets those of all ranks."""
-        group, size = self.groups[place], self.ranks.size
-        ids = torch.empty(0, dtype=torch.int64)
-        sums = torch.empty(0, group.dim, device=group.device)
-        if grads is not None and route is not None and route.here is not None:
-            assert route.replicas is not None
-            ids, sums = route.replicas, grads.sums[route.here.to(group.device)] / size
-        sent = [len(ids)] * size
-        self.wire.count("grads", sums, sent)
-        theirs = self.ranks.exchange(sums.repeat(size, 1), sent, copied, self.ranks.training)
-        numbers = self.wire.to_all(ids, copied).to(group.device)
-        rows = sort_ids(numbers, group.replicas.layout.num_rows)
-        number = len(self.groups) + self.replicated.index(group)
-        return OwnGrads(number, None, rows.ids, reference.sum_pairs(theirs, rows))
+            on_grads(came, tables, headers.with_status(SETTLES))
 
     # -- agreement ---------------------------------------------------------------------
 
@@ -434,9 +437,8 @@ class Exchange:
 
     def check_call(self, call: str) -> None:
         """Raise on all ranks if they do not call a method alike."""
-        for rank, other in enumerate(self.meet(call)):
-            if other != call:
-                raise RankError(f"all ranks have to call {call}; rank {rank} calls {other}")
+        self.settle_grads()
+        self._run(Header(Op.CHECK, self.number, status=CALLS), call)
 
     def first_of(self, text: str) -> tuple[int, str] | None:
         """Return the first rank that says something, and what; None: all are silent."""
@@ -453,8 +455,42 @@ class Exchange:
             total = total + other
         return total.sqrt()
 
-    def _perform_check(self, task: str | None, channel: Channel) -> list[str]:
-        return self.ranks.texts(task or "", channel)
+    def _perform_check(self, headers: Headers, task: str | None, channel: Channel) -> list[str]:
+        texts = self.ranks.texts(task or "", channel)
+        if callers := headers.with_status(CALLS):
+            _check_calls(texts, texts[callers[0]])
+        return texts
+
+
+def _samples_of(headers: Headers, doers: Sequence[bool]) -> list[int]:
+    """Return how many samples of a batch each rank trains."""
+    if not all(doers):
+        raise RuntimeError(
+            f"{listed(_others(doers))} of {len(doers)} ran out of batches before the others, which "
+            "hotrow.Trainer does not allow, inside of hotrow.join either: give all ranks equally "
+            "many batches; those of a rank may have 0 samples"
+        )
+    return [headers.words(r, 0, 1)[0] for r in range(len(doers))]
+
+
+def _check_steps(headers: Headers, doers: Sequence[bool]) -> None:
+    """Raise on all ranks if the optimizer of one has updated its rows more often."""
+    steps = {r: headers.words(r, 0, 1)[0] for r, does in enumerate(doers) if does}
+    fewest, most = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
+    if steps[fewest] != steps[most]:
+        raise RankError(
+            f"rank {most} has updated its rows {steps[most]:,} times, and rank {fewest} "
+            f"{steps[fewest]:,} times: all {len(doers)} ranks have to step their optimizers for "
+            "the same batches, or rows of one are not trained as those of others"
+        )
+
+
+def _check_calls(texts: Sequence[str], call: str) -> None:
+    """Raise on all ranks if one of them calls something else."""
+    for rank, other in enumerate(texts):
+        if other != call:
+            what = f"calls {other}" if other else "has no batch left and serves the others"
+            raise RankError(f"all ranks have to call {call}; rank {rank} {what}")
 
 
 def _nothing(group: SharedRows, size: int) -> SharedWork:
@@ -507,7 +543,7 @@ def _raise_first(error: Exception | None, rank: int, ranks: Ranks) -> NoReturn:
 
 def _raise_ended(ended: Sequence[int], size: int) -> NoReturn:
     raise RuntimeError(
-        f"{_listed(ended)} of {size} ran out of batches before the others. Give all ranks equally "
+        f"{listed(ended)} of {size} ran out of batches before the others. Give all ranks equally "
         "many batches, or train inside `with hotrow.join(model):` with update='backward', where "
         "ranks without a batch go on serving their rows"
     )
@@ -518,5 +554,10 @@ def is_told(error: Exception) -> bool:
     return _TOLD in error.__dict__
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def _others(doers: Sequence[bool]) -> list[int]:
+    """Return the ranks that do not do an operation."""
+    return [rank for rank, does in enumerate(doers) if not does]
+
+
+def listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

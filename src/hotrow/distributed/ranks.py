@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from threading import RLock
 from typing import Any, NoReturn
 
 import torch
@@ -49,6 +50,7 @@ FEWEST = 2  # ranks that exchange anything; tests let one exchange with itself
 _WIDTH = 64  # words of most headers: if ranks differ in collections, messages have one size
 # Bits of STATUS.
 ERROR, ENDED, JOINS, HAS_GRADS, READS_AHEAD, HAS_EARLY, SENDS_EARLY = (1 << k for k in range(7))
+CALLS, SETTLES = 1 << 7, 1 << 8
 
 
 class RankError(RuntimeError):
@@ -107,6 +109,7 @@ class Channel:
     """
 
     def __init__(self, members: list[int], timeout: Any, backend: str) -> None:
+        self.turn = RLock()  # of another thread that uses it all the same
         # Of some ranks alone, the others take no part in opening a group.
         options: dict[str, Any] = {"timeout": timeout}
         options["use_local_synchronization"] = len(members) < dist.get_world_size()
@@ -262,6 +265,10 @@ class Ranks:
         whatever the others do, until all serve. `task`: what the operation needs of this rank.
         """
         channel = channel or self.training
+        with channel.turn:
+            return self._run(mine, task, channel)
+
+    def _run(self, mine: Header, task: Any, channel: Channel) -> Any:
         while True:
             headers = self.swap(mine, channel)
             key = self._chosen(headers)

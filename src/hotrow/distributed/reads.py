@@ -50,6 +50,13 @@ class Reads:
         self._wire, self._rows = wire, weakref.ref(rows)
         self._settle_grads = weakref.WeakMethod(settle_grads)
 
+    @property
+    def steps(self) -> int:
+        """How often this rank's rows were updated."""
+        rows = self._rows()
+        assert rows is not None
+        return rows.steps
+
     def vectors(self, lookups: Sequence[Lookups], *, aside: bool) -> list[Tensor]:
         """Return one vector per bag of each width, as of one finished step."""
         ids = [

@@ -11,6 +11,8 @@ from torch import Tensor
 from hotrow.distributed.owners import Route
 from hotrow.distributed.ranks import Channel, Ranks
 from hotrow.distributed.shared_rows import SharedRows
+from hotrow.kernels import reference
+from hotrow.kernels.reference import sort_ids
 
 _MOST_INT32 = 2**31 - 1
 
@@ -64,3 +66,22 @@ class Wire:
         if len(values):
             others = sum(counts) - counts[self.ranks.rank]
             self.sent[kind] += others * (values.nbytes // len(values))
+
+
+def swap_copied(
+    wire: Wire, group: SharedRows, route: Route | None, sums: Tensor | None, copied: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Return the ids and gradients of replicated rows, of which every rank gets those of all.
+
+    `sums`: those of this rank's rows; `copied`: of how many replicated rows each rank has some."""
+    ids, size, ranks = torch.empty(0, dtype=torch.int64), wire.ranks.size, wire.ranks
+    own = torch.empty(0, group.dim, device=group.device)
+    if sums is not None and route is not None and route.here is not None:
+        assert route.replicas is not None
+        ids, own = route.replicas, sums[route.here.to(group.device)] / size
+    sent = [len(ids)] * size
+    wire.count("grads", own, sent)
+    theirs = ranks.exchange(own.repeat(size, 1), sent, copied, ranks.training)
+    numbers = wire.to_all(ids, copied).to(group.device)
+    rows = sort_ids(numbers, group.replicas.layout.num_rows)
+    return rows.ids, reference.sum_pairs(theirs, rows)

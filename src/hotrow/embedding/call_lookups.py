@@ -54,7 +54,7 @@ class CallLookups:
 
     def record(self) -> None:
         """Record the calls of the next forward pass."""
-        self._recorded, self._records, self._recorded_in = [], True, self._step.passes
+        self._recorded, self._records, self._recorded_in = [], True, self._passes()
 
     def take_recorded(self) -> list[Call]:
         """Return the calls that were recorded, and record no more."""
@@ -63,13 +63,21 @@ class CallLookups:
 
     def _note(self, call: Call) -> bool:
         """Record a call; return whether it belongs to the first forward pass."""
-        if self._records and self._step.passes > self._recorded_in:  # gradients have come since
+        if self._records and self._passes() > self._recorded_in:  # gradients have come since
             self._records = False
             if self._rows.can_resize:
                 self._pipeline.reserve_like(JoinedCalls(self._recorded))
         if self._records and len(self._recorded) < _MOST_RECORDED:
             self._recorded.append(call)
         return self._records
+
+    def _passes(self) -> int:
+        """Return how often gradients have come; on several ranks to any of them."""
+        exchange = self._rows.exchange
+        if exchange is None:
+            return self._step.passes
+        exchange.settle_grads()  # the newest ones
+        return exchange.passes
 
     @property
     def moment(self) -> tuple[int, int]:

@@ -135,6 +135,7 @@ class EmbeddingBagCollection(TorchSurface):
         self._is_weighted = is_weighted
         chosen = find_strategy(strategy)
         if self.ranks is not None:
+            self._thread.begin_here()  # others read in process groups of their own from the start
             check_ranks(self.ranks, chosen, replicate if update == "step" else None)
             settings = (self.update, idle, on_nonfinite, output_dtype, is_weighted, replicate)
             facts = {

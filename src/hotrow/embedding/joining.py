@@ -33,24 +33,30 @@ def join(model: nn.Module) -> Iterator[None]:
     if not shared:
         yield
         return
-    for collection in shared:
-        collection.pipeline.join(collection.update == "backward")
+    exchanges = [(c.exchange, c.update == "backward") for c in shared if c.exchange is not None]
+    for exchange, joins in exchanges:
+        exchange.join(joins)
     try:
         with _joined_by_torch(model) as is_wrapped:
             yield
-            # torch serves its own part in this thread, when the block inside ends.
-            server = _Server(shared)
-            if is_wrapped:
+            # torch serves its own part in this thread, when the block inside ends. Process groups
+            # end in any order, so each one has a thread.
+            groups = {c.ranks: None for c in shared if c.ranks is not None}
+            servers = [_Server(shared, ranks) for ranks in groups]
+            own = servers[-1:] if not is_wrapped else []
+            others = servers[: len(servers) - len(own)]
+            for server in others:
                 server.start()
-        if is_wrapped:
-            server.join()
-        else:
+        for server in own:
             server.run()
-        if server.error is not None:
-            raise server.error
+        for server in others:
+            server.join()
+        for server in servers:
+            if server.error is not None:
+                raise server.error
     finally:
-        for collection in shared:
-            collection.pipeline.join(False)
+        for exchange, _ in exchanges:
+            exchange.join(False)
 
 
 @contextmanager
@@ -68,19 +74,18 @@ def _joined_by_torch(model: nn.Module) -> Iterator[bool]:
 
 
 class _Server(Thread):
-    """Serves other ranks until none has a batch left."""
+    """Serves the other ranks of a process group until none has a batch left."""
 
-    def __init__(self, collections: list[EmbeddingBagCollection]) -> None:
+    def __init__(self, collections: list[EmbeddingBagCollection], ranks: Ranks) -> None:
         super().__init__(name="hotrow-join", daemon=True)
-        self._pipelines = [collection.pipeline for collection in collections]
-        self._ranks: set[Ranks] = {c.ranks for c in collections if c.ranks is not None}
+        self._pipelines = [c.pipeline for c in collections if c.ranks is ranks]
+        self._ranks = ranks
         self.error: BaseException | None = None
 
     def run(self) -> None:
         try:
             for pipeline in self._pipelines:
                 pipeline.settle_grads()
-            for ranks in self._ranks:
-                ranks.serve()
+            self._ranks.serve()
         except BaseException as error:  # raised in the thread that waits
             self.error = error

@@ -354,15 +354,15 @@ class Pipeline:
         if planned.shared is not None and exchange is not None and not capturing():
             exchange.fetch(planned.shared, rows.version, rows.version - rows.steps)
 
-    def join(self, joins: bool) -> None:
-        """Let ranks have different numbers of batches from now on, or no longer."""
-        if self._rows.exchange is not None:
-            self._rows.exchange.join(joins)
-
     def settle_grads(self) -> None:
         """Take part where other ranks exchange gradients of a batch that has none here."""
         if self._rows.exchange is not None:
             self._rows.exchange.settle_grads()
+
+    def end_backward(self) -> None:
+        """Do what the end of a backward pass does that reaches no row of this rank."""
+        if self._rows.exchange is not None:
+            self._step.end_of_backward()
 
     # -- memory for plans --------------------------------------------------------------
 

@@ -119,6 +119,8 @@ class RowGroups:
             if not self.is_fresh:
                 for old, new in zip(self.groups, others.groups, strict=True):
                     _copy_weights(old, new)
+            for old, new in zip(self.groups, others.groups, strict=True):
+                new.freeze(old.store.frozen)
             shared = self.lookup_groups
             self.activate(others.groups, others.strategy)
             if self.exchange is not None:

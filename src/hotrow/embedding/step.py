@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from hotrow.distributed.exchange import Grads, OwnGrads
+from hotrow.distributed.exchange import Grads, OwnGrads, listed
 from hotrow.embedding import dense_steps
 from hotrow.embedding.row_grads import (
     GroupGrads,
@@ -31,7 +31,7 @@ from hotrow.embedding.row_grads import (
 from hotrow.embedding.row_groups import Group, RowGroups
 from hotrow.embedding.stand_ins import stand_in_of
 from hotrow.embedding.waiting import WaitingGrads
-from hotrow.embedding.wrappers import end_backward_together
+from hotrow.embedding.wrappers import end_backward_together, threads_in_backward
 from hotrow.engine.capture import GraphBoundary
 from hotrow.engine.work import Work
 from hotrow.inputs.batch import Lookups, no_lookups
@@ -42,6 +42,12 @@ from hotrow.support.threads import TrainingThread
 
 _NO_LOOKUPS = no_lookups(0)
 _MOST_CHECKS = 64  # a loop may train rows alone, beside a dense part that is trained elsewhere
+_NOT_NOTICED = (
+    "ranks exchange gradients of rows at the end of backward(), and this one would not be noticed, "
+    "so no row was changed. Call loss.backward() or torch.autograd.backward() in the thread that "
+    "has looked the batch up; a function that was imported by `from torch.autograd import "
+    "backward` before the collection was built is torch's own"
+)
 
 
 class Lookup(torch.autograd.Function):
@@ -218,7 +224,6 @@ class PendingStep:
         if rows.exchange is not None:
             rows.exchange.update_by(self._apply, rows.optimizer)
             end_backward_together(self.end_of_backward)
-        self._is_sending = False
         self._stream: torch.cuda.Stream | None = None  # where the newest gradients were made
 
     @property
@@ -307,6 +312,11 @@ class PendingStep:
     def end_of_pass(self, number: int) -> None:
         with uninterrupted():  # or gradients of this pass would be left to the next one
             del self._open[number]
+            if self._rows.exchange is not None and not (
+                self._accumulating or self._thread.is_among(threads_in_backward)
+            ):
+                self._waiting = [x for x in self._waiting if x.open_pass != number]
+                raise RuntimeError(_NOT_NOTICED)
             for row_grads in self._waiting:
                 if row_grads.open_pass == number:
                     row_grads.open_pass = None
@@ -347,7 +357,7 @@ class PendingStep:
     def accumulate(self) -> Iterator[None]:
         self._forget_failed()
         before = len(self._waiting)
-        self._accumulating += 1
+        self._accumulate(1)
         try:
             yield
             with uninterrupted():
@@ -358,7 +368,12 @@ class PendingStep:
             del self._waiting[before:]
             raise
         finally:
-            self._accumulating -= 1
+            self._accumulate(-1)
+
+    def _accumulate(self, more: int) -> None:
+        self._accumulating += more
+        if self._rows.exchange is not None:
+            self._rows.exchange.is_accumulating = self.is_accumulating
 
     def writing(self) -> AbstractContextManager[object]:
         """Inside, no other thread reads or changes rows. The thread that captures a step has the
@@ -382,11 +397,7 @@ class PendingStep:
             place: Grads(ids, _unscaled(x, self.grad_scale), work)
             for place, (ids, x, work) in joined.items()
         }
-        self._is_sending = True
-        try:
-            exchange.send_grads(grads, tables)  # calls `_apply` with what came
-        finally:
-            self._is_sending = False
+        exchange.send_grads(grads, tables)  # calls `_apply` with what came
 
     def end_captured(self, boundaries: Sequence[tuple[Work, GraphBoundary]]) -> None:
         """Exchange the gradients that a graph has left at its boundaries."""
@@ -417,11 +428,14 @@ class PendingStep:
         names = self._optimizer.names
         return by_group, tables_in(by_group, len(self._rows.lookup_groups), names)
 
-    def _apply(self, own: Sequence[OwnGrads], tables: Collection[str]) -> None:
-        """Update the rows that this rank owns, from the gradients of all ranks."""
-        if self.for_step is not None and not self._is_sending:
+    def _apply(
+        self, own: Sequence[OwnGrads], tables: Collection[str], silent: Sequence[int]
+    ) -> None:
+        """Update the rows that this rank owns, from the gradients of all ranks; those that are
+        `silent` had no backward pass."""
+        if self.for_step is not None and silent:
             raise RuntimeError(
-                "other ranks called backward() for a batch, and this one did not; with "
+                f"{listed(silent)} did not call backward() for a batch, and other ranks did; with "
                 "update='step' every rank calls it for each batch that it looks up, before its "
                 "optimizer steps"
             )
@@ -515,17 +529,8 @@ class PendingStep:
         # A GradScaler relies on it.
         if self._on_nonfinite == "propagate" and not self._has_scaler:
             return False
-        for group, ids, grads, _ in updates:
-            finite = torch.isfinite(grads)
-            trained = group.store.frozen.trained(ids)
-            if trained is not None:  # gradients of padding are dropped
-                finite |= ~trained.unsqueeze(1)
-            if bool(finite.all()):
-                continue
-            bad = int((~finite).any(dim=1).int().argmax())
-            value = float(grads[bad][~finite[bad]][0])
-            return self._refuse((group.layout.describe(int(ids[bad])), value))
-        return self._refuse(None)
+        every = (_bad_row(group, ids, grads) for group, ids, grads, _ in updates)
+        return self._refuse(next((bad for bad in every if bad is not None), None))
 
     def _refuse(self, bad: tuple[str, float] | None) -> bool:
         """Whether a step is skipped for a row whose gradient is not finite, on any rank. Raises
@@ -539,6 +544,18 @@ class PendingStep:
         if bad is not None and self._on_nonfinite == "error":
             raise _not_finite(max(self._optimizer.steps) + 1, *bad)
         return bad is not None
+
+
+def _bad_row(group: Group, ids: Tensor, grads: Tensor) -> tuple[str, float] | None:
+    """Return the first row whose gradient is not finite, and what it holds; None: there is none."""
+    finite = torch.isfinite(grads)
+    trained = group.store.frozen.trained(ids)
+    if trained is not None:  # gradients of padding are dropped
+        finite |= ~trained.unsqueeze(1)
+    if bool(finite.all()):
+        return None
+    bad = int((~finite).any(dim=1).int().argmax())
+    return group.layout.describe(int(ids[bad])), float(grads[bad][~finite[bad]][0])
 
 
 def _unscaled(grads: Tensor, scale: Any) -> Tensor:

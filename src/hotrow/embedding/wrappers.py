@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, wraps
 from operator import is_not
+from threading import Thread, current_thread
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from hotrow.embedding.stand_ins import stand_in_of
 
 # Of collections that ranks share, in the order in which all ranks build them. Weak references.
 _ends: list[Callable[[], Callable[[bool], None] | None]] = []
+# Those in a `backward()` whose end is noticed.
+threads_in_backward: set[Thread] = set()
 
 
 def protect_stand_ins(module: nn.Module) -> None:
@@ -97,7 +100,14 @@ def _watch_backward() -> None:
 
     @wraps(of_torch)
     def backward(*args: Any, **options: Any) -> None:
-        of_torch(*args, **options)
+        thread = current_thread()
+        is_inside = thread in threads_in_backward
+        threads_in_backward.add(thread)
+        try:
+            of_torch(*args, **options)
+        finally:
+            if not is_inside:
+                threads_in_backward.discard(thread)
         if torch._C._current_graph_task_id() != -1:
             return  # a part of another backward pass
         failed: Exception | None = None

@@ -107,10 +107,14 @@ class FrozenRows:
         self._device = device
         self._size = num_rows + 1  # padding has an id, too
 
-    def freeze(self, ids: Tensor | None) -> None:
-        """Freeze these rows and no others; None frees the bits as well."""
+    def freeze(self, ids: Tensor | FrozenRows | None) -> None:
+        """Freeze these rows, or those of another store of the same rows, and no others; None frees
+        the bits as well."""
         if ids is None:
             self.bits = self._host_bits = None
+            return
+        if isinstance(ids, FrozenRows):
+            self.bits, self._host_bits = ids.bits, ids._host_bits
             return
         if self.bits is None:
             self.bits = torch.empty(-(-self._size // 32), dtype=torch.int32, device=self._device)

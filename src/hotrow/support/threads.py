@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -181,6 +181,10 @@ class TrainingThread:
         self._modes = threading.local()
         self._mode = True
 
+    def begin_here(self) -> None:
+        """Take the current thread for the one that trains until another one does."""
+        self._thread = threading.current_thread()
+
     def look_up(self) -> None:
         """The current thread is about to look rows up to train them."""
         # A recomputation inside of a backward pass may run in a thread of autograd's own.
@@ -204,6 +208,13 @@ class TrainingThread:
         if thread is None or thread is threading.current_thread():
             return False
         return thread.is_alive()
+
+    def is_among(self, threads: Collection[threading.Thread]) -> bool:
+        """Whether the thread that trains is one of these; when it has ended, any other may be."""
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            return bool(threads)
+        return thread in threads
 
     def iterate(self) -> None:
         """The current thread takes a batch from `hotrow.ahead`."""

@@ -103,7 +103,7 @@ class SharedDense:
     def settle(self) -> None:
         """Take part where other ranks have gradients of rows, and this one has none."""
         for collection in self._collections:
-            collection.pipeline.settle_grads()
+            collection.pipeline.end_backward()
 
     @torch.no_grad()
     def average(self, weights: Sequence[Tensor], loss: Tensor, *, is_empty: bool) -> Tensor:

@@ -33,6 +33,7 @@ from hotrow.engine.work import Work
 from hotrow.inputs.batch import Lookups
 from hotrow.inputs.tables import WidthGroup
 from hotrow.kernels import reference
+from hotrow.store.changed import FrozenRows
 from hotrow.store.pinned import locked_group
 from hotrow.store.ram import Store, host_rows, initialise
 from hotrow.support.streams import capturing
@@ -331,7 +332,7 @@ class HostRows:
         self.table.expect_changes()
         self.hot.flush()
 
-    def freeze(self, ids: Tensor | None) -> None:
+    def freeze(self, ids: Tensor | FrozenRows | None) -> None:
         """From the next step on, leave these rows and their state as they are; None: no row."""
         self.settle()  # what is owed is of a step before
         self.store.frozen.freeze(ids)
