@@ -399,7 +399,12 @@ def _prepare() -> None:
         interpreter.install()
     tuning.DEFAULT = tuning.Tuning(least_certain=0)
     torch.empty, torch.empty_like = poisoned(torch.empty), poisoned(torch.empty_like)
+
+
+def _filter_warnings() -> None:
+    """Treat warnings as tests do. Threads of an earlier call may have left other filters."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    warnings.resetwarnings()
     for entry in settings["tool"]["pytest"]["ini_options"]["filterwarnings"]:
         action, message, category = (*entry.split(":"), "", "")[:3]
         warnings.filterwarnings(action, message, getattr(builtins, category or "Warning"))
@@ -409,6 +414,7 @@ def _answer(rank: int, call: _Call, begin: Callable[[], None]) -> tuple[bytes, b
     """Return the pickled result of a call, and whether it failed. `begin` is called once."""
     begun = False
     try:
+        _filter_warnings()
         function = _function(call)
         args, kwargs = pickle.loads(call.arguments)
         torch.manual_seed(0)

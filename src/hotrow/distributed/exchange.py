@@ -288,8 +288,7 @@ class Exchange:
         works = None if following is None else following.works
         status = HAS_EARLY * self.early.holds(shared.serial, replaced)
         status |= SENDS_EARLY * self.early.can_send(works)
-        steps = [self.reads.steps]
-        header = Header(Op.ROWS, self.number, shared.serial, status, words=steps)
+        header = Header(Op.ROWS, self.number, shared.serial, status, words=[self.reads.steps])
         self._run(header, (shared, version, replaced))
         self.owes_grads = True
 
