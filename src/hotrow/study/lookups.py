@@ -191,7 +191,7 @@ class OfRun:
     ) -> None:
         """`steps`: of sequences, before their targets. `repeats`: epochs of generated data are
         equal, as in training; False: every batch is new."""
-        self.name, self.batch_size = name, data.batch_size
+        self.name, self.batch_size, self._folder = name, data.batch_size, data.folder
         self._samples = open_samples(data, pin_memory=False, steps=steps)
         self._repeats = repeats
         tables, is_padded = self._samples.tables, steps is not None
@@ -248,11 +248,12 @@ class OfRun:
             else:
                 assert samples.profile is not None
                 ids, counts = table_counts(samples.profile, name)
-                total = float(counts.sum())
+                assert self._folder is not None
+                batches = Prepared(Path(self._folder)).samples("train") / self.batch_size
                 law = Uses(counts.long().numpy(), ids.numpy(), num_rows=rows)
                 order = torch.sort(counts, descending=True, stable=True)[1]
                 hottest = partial(_first, ids[order])
-                found[name] = Popularity(total / samples.batches_per_epoch, law, hottest)
+                found[name] = Popularity(float(counts.sum()) / batches, law, hottest)
         return found
 
 

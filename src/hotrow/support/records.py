@@ -316,6 +316,6 @@ class RankAdvice:
     reach: float  # of all-fast's speed at the same number of ranks
     rows_bytes: int
     best: tuple[Mapping[str, Any], ...]  # by ranks, the smallest budget that reaches it, or fastest
-    chosen: int | None  # its place among `best`; None: no number of ranks has the memory
+    chosen: int | None  # its place among `best`; None: none has the memory
     notes: tuple[str, ...]
     assumptions: tuple[str, ...]
