@@ -108,6 +108,27 @@ def test_the_fewest_ranks_that_hold_the_rows_are_proposed(tmp_path: Path) -> Non
     assert "give more --ranks" in found["notes"][0]
 
 
+def test_a_machine_without_links_is_refused_before_anything_is_planned(tmp_path: Path) -> None:
+    file = Path(hotrow.__file__).parent / "sizing" / "machines.toml"
+    path = tmp_path / "lonely.toml"
+    text = file.read_text().partition("# How ranks meet")[0]
+    path.write_text(text.replace("[h200", "[lonely"))
+    words = ["--machine", str(path), "--dense-ms", "1"]
+    message = "the links between ranks of machine 'lonely' are not known; add a table [NAME.ranks]"
+    assert message in refused(*SIMULATE, *words, "--ranks", "2", "--batches", "100000000")
+    assert message in refused("size", *SMALL, *words, "--ranks", "2")
+    succeeds(*SIMULATE, *words)  # one rank needs none
+
+
+def test_a_page_has_the_tables(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    path = tmp_path / "ranks.html"
+    succeeds(*SIMULATE, "--ranks", "2", "--machine", "h200", "--dense-ms", "1", "--html", str(path))
+    text = path.read_text()
+    assert "late rows" in text
+    assert "No step on several GPUs was measured" in text
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 import hotrow
+from commands import succeeds
 from hotrow.data import SyntheticClicks
+from hotrow.distributed.ranks import Channel, Header, Headers, Ranks
 from hotrow.engine.strategy import STRATEGIES
 from hotrow.run.config import RunConfig, load
 from hotrow.study.lookups import OfRun
 from hotrow.study.rank_popularity import Popularities
-from hotrow.study.rank_scaling import Scaling, simulate_ranks
 from hotrow.study.rank_traffic import Exchanged, RankTables, draw_exchange
 from rank_processes import run
 
 STEPS = 8
 SETTINGS = (
     "data.rows=[5000, 900, 60, 7]", "data.batch_size=64", "model.embedding_dim=8",
-    "embedding.optimizer.name='sgd'",
+    "embedding.optimizer.name=sgd",
 )  # fmt: skip
 REPLICATED = 1 << 14
 
@@ -43,29 +46,37 @@ def sent_by(rank: int, world: int, strategy: str, replicate: int) -> dict[str, i
     embedding = hotrow.EmbeddingBagCollection(
         tables, hotrow.SGD(lr=0.01), "60%", strategy=strategy, seed=0, **options
     )
-    clicks = SyntheticClicks(config().data.clicks)
+    clicks, swaps, swap = SyntheticClicks(config().data.clicks), [], Ranks.swap
+
+    def counted(ranks: Ranks, header: Header, channel: Channel) -> Headers:
+        headers = swap(ranks, header, channel)
+        swaps.append(8 * ranks._width * (world - 1))
+        return headers
+
     every = [clicks.batch(step * world + rank).sparse for step in range(STEPS)]
-    for batch in hotrow.ahead(every, embedding):
-        embedding(batch).values().sum().backward()
-    sent: dict[str, int] = embedding.sent_bytes()
-    return sent
+    with patch.object(Ranks, "swap", counted):
+        for batch in hotrow.ahead(every, embedding):
+            embedding(batch).values().sum().backward()
+    return {**embedding.sent_bytes(), "headers": sum(swaps)}
 
 
-def predicted(ranks: int, strategy: str, replicate: int = 0) -> dict[str, Any]:
-    scaling = Scaling(config(), trace(), [ranks], batches=STEPS, warm_up=0, replicate=replicate)
-    facts, _, _ = simulate_ranks(scaling, [STRATEGIES[strategy]], lambda rows: [int(0.6 * rows)])
-    assert facts[0]["drawn"]
-    return facts[0]
+def predicted(ranks: int, strategy: str, *words: str) -> dict[str, Any]:
+    given = [word for setting in SETTINGS for word in ("--set", setting)]
+    given += ["--batches", str(STEPS), "--warm-up", "0", "--depths", "3", "--slots", "60%"]
+    given += ["--strategy", strategy, "--ranks", str(ranks), "--json", *words]
+    facts: dict[str, Any] = json.loads(succeeds("simulate", *given).output.splitlines()[0])
+    assert facts["drawn"]
+    return facts
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("strategy", ["scratchpipe", "lru"])
+@pytest.mark.parametrize("strategy", ["lookahead", "lru"])
 def test_predicted_bytes_are_those_of_real_runs(ranks: int, strategy: str) -> None:
     results = run(ranks, sent_by, strategy, 0)
     facts = predicted(ranks, strategy)
     measured = {
         kind: sum(sent[kind] for sent in results) / ranks / STEPS
-        for kind in ("ids", "rows", "early rows", "grads")
+        for kind in ("ids", "rows", "early rows", "grads", "headers")
     }
     assert facts["id_bytes"] + facts["mark_bytes"] == pytest.approx(measured["ids"], rel=1e-9)
     assert facts["early_row_bytes"] == pytest.approx(measured["early rows"], rel=1e-9)
@@ -74,12 +85,14 @@ def test_predicted_bytes_are_those_of_real_runs(ranks: int, strategy: str) -> No
     assert facts["grad_bytes"] == pytest.approx(measured["grads"], rel=1e-9)
     total = measured["ids"] + measured["rows"] + measured["grads"]
     assert facts["sent_bytes"] == pytest.approx(total, rel=1e-9)
-    assert (facts["early_row_bytes"] > 0) == (strategy == "scratchpipe")
+    assert (facts["early_row_bytes"] > 0) == (strategy == "lookahead")
+    # One header more says that no rank has another batch.
+    assert facts["header_bytes"] * (STEPS + 1 / 3) == pytest.approx(measured["headers"] * STEPS)
 
 
 def test_predicted_bytes_with_replicas_are_those_of_real_runs() -> None:
-    results = run(2, sent_by, "scratchpipe", REPLICATED)
-    facts = predicted(2, "scratchpipe", REPLICATED)
+    results = run(2, sent_by, "lookahead", REPLICATED)
+    facts = predicted(2, "lookahead", "--replicate", "16KiB")
     total = sum(sent[kind] for sent in results for kind in ("ids", "rows", "grads")) / 2 / STEPS
     assert facts["sent_bytes_replicated"] == pytest.approx(total, rel=1e-9)
     assert facts["replicated_rows"] == REPLICATED // 32

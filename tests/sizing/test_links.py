@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hotrow.engine.strategy import STRATEGIES
-from hotrow.sizing.cost import Work
+from hotrow.sizing.cost import Work, all_fast_ms, step_time
 from hotrow.sizing.machines import between_of, find_machine, links
 from hotrow.sizing.rank_cost import RankWork, ranked_step
 
@@ -76,13 +76,19 @@ def test_the_most_loaded_owner_decides() -> None:
     assert steps[1].grads_ms > 1.3 * steps[0].grads_ms
 
 
-def test_one_rank_sends_nothing() -> None:
-    alone = replace(
-        WORK, ranks=1, id_bytes=0, mark_bytes=0, early_bytes=0, late_bytes=0, grad_bytes=0
+def test_one_rank_is_predicted_as_without_others() -> None:
+    """It sends nothing, and its own lookups are all that it is asked for."""
+    owned = replace(OWNED, lookups=200_000, unique_rows=50_000, row_bytes=512)
+    nothing = dict.fromkeys(
+        ("id_bytes", "mark_bytes", "early_bytes", "late_bytes", "grad_bytes"), 0
     )
+    alone = replace(WORK, ranks=1, owned=owned, **nothing)
     step = ranked_step(H200, BETWEEN, LOOKAHEAD, alone, dense_ms=0.5)
     assert (step.late_ms, step.grads_ms, step.early_ms) == (0, 0, 0)
     assert step.host_ms == H200.host_ms
+    fast = all_fast_ms(H200, owned, dense_ms=0.5)
+    assert step.all_fast_ms == pytest.approx(fast)
+    assert step.ms == pytest.approx(step_time(H200, LOOKAHEAD, owned, all_fast_ms=fast).ms)
 
 
 # -- files of machines -----------------------------------------------------------------------
@@ -139,6 +145,14 @@ def test_a_file_describes_a_machine_and_its_links(tmp_path: Path) -> None:
         (WHOLE.replace("cores", "core"), r"\[mine\] has no key 'core' \(did you mean 'cores'\?\)"),
         (f"{WHOLE}\n[other]\n{LINES}", "describes 2 machines; give a file with one"),
         (MINE, "describes 0 machines"),
+        (WHOLE.replace("[[1.0, 100.0]]", "[]"), r"row_rates must be points of two numbers above 0"),
+        (WHOLE.replace("[[1.0, 100.0]]", "[[1.0]]"), "row_rates must be points"),
+        (
+            WHOLE.replace("[mine.ranks]", "[mine.forms]\nbulk = 3\n[mine.ranks]"),
+            "forms must be poi",
+        ),
+        (WHOLE.replace('"Some GPU"', "5"), r"\[mine\]: gpu must be a text, not 5"),
+        (WHOLE.replace("memory_gib = 40.0", "memory_gib = 0"), "memory_gib must be above 0"),
         ("mine = 1", r"mine stands outside of a machine's table"),
         ("mine =", "not valid TOML"),
     ],

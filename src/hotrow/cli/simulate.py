@@ -191,7 +191,8 @@ def simulate(
             replicate=0 if replicate is None else parse_bytes(replicate),
         )
         every = strategies_at(chosen, known)
-        with counting("planning", scaling.steps, "steps", quiet=as_json) as advance:
+        ahead = max(strategy.look_ahead or 0 for strategy in every)
+        with counting("planning", scaling.steps(ahead), "steps", quiet=as_json) as advance:
             facts, conditions, assumptions = simulate_ranks(
                 replace(scaling, on_batch=advance),
                 every,

@@ -147,7 +147,8 @@ def size(
             links=links or "",
             dense_ms=dense_ms,
         )
-        with counting("planning", scaling.steps, "steps", quiet=as_json) as advance:
+        steps = scaling.steps(max(known))
+        with counting("planning", steps, "steps", quiet=as_json) as advance:
             found = size_ranks(replace(scaling, on_batch=advance), reach=reach, depth=max(known))
         show(rank_advice_document(found), as_json=as_json, html=html)
         return

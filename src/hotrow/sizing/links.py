@@ -14,6 +14,7 @@ from typing import Any
 from hotrow.support.messages import did_you_mean
 
 _MS = 1e3
+_ABOVE_ZERO = ("gb", "per_machine", "ram_gib", "memory_gib", "link_gb", "hbm_gb", "rows_part")
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,31 @@ def checked(
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if needed[key].type in ("float", "int") and not (is_number and value >= 0):
             raise ValueError(f"{where}: {key} must be a number of at least 0, not {value!r}")
-        if key in ("gb", "per_machine", "ram_gib") and not value:
+        if key in _ABOVE_ZERO and not value:
             raise ValueError(f"{where}: {key} must be above 0")
+        if needed[key].type == "str" and not isinstance(value, str):
+            raise ValueError(f"{where}: {key} must be a text, not {value!r}")
+        curves = {"Points": [value], "Mapping[str, Points]": _values(value)}
+        for points in curves.get(str(needed[key].type), []):
+            _check_points(points, f"{where}: {key}")
     if missing := [key for key in needed if key not in figures]:
         raise ValueError(f"{where} lacks {', '.join(missing)}; see hotrow/sizing/machines.toml")
     return dict(figures)
+
+
+def _values(value: Any) -> list[Any]:
+    """Return the curves of a table; a value that is no table is a curve that is refused."""
+    return list(value.values()) if isinstance(value, Mapping) else [value]
+
+
+def _check_points(points: Any, where: str) -> None:
+    """Refuse a curve that does not have at least one point with two numbers above zero."""
+    is_curve = isinstance(points, list) and len(points) > 0
+    for point in points if is_curve else []:
+        is_pair = isinstance(point, list) and len(point) == 2
+        is_curve &= is_pair and all(isinstance(x, int | float) and x > 0 for x in point)
+    if not is_curve:
+        raise ValueError(
+            f"{where} must be points of two numbers above 0, such as [[4.0, 42.6], [16.0, 28.9]]; "
+            f"got {points!r}"
+        )

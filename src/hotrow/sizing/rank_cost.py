@@ -103,8 +103,10 @@ def _rows_ms(machine: Machine, work: RankWork) -> float:
     own = Work(
         lookups=work.lookups,
         unique_rows=work.unique_rows,
-        row_bytes=work.vector_bytes,
+        # A rank pools and sums vectors; alone, it updates rows with their state as well.
+        row_bytes=work.vector_bytes if work.ranks > 1 else work.owned.row_bytes,
         table_bytes=0.0,
+        vector_bytes=work.vector_bytes,
     )
     found = rows_ms(machine, own)
     sorting = machine.sort_ns * work.lookups

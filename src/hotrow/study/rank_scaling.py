@@ -82,10 +82,10 @@ class Scaling:
             find_link(name, found.links, where="--links")
         return replace(found, inside=names[0], outside=names[1])
 
-    @property
-    def steps(self) -> int:
-        """Steps that are drawn without batches known ahead, at the most."""
-        return len(self.ranks) * self.owners * (self.warm_up + self.batches)
+    def steps(self, ahead: int) -> int:
+        """Return the steps of all owners that are planned, with so many batches known ahead."""
+        owners = sum(min(self.owners, ranks) for ranks in self.ranks)
+        return owners * (self.warm_up + self.batches + ahead)
 
 
 class Predictor:

@@ -120,7 +120,7 @@ def draw_exchange(
     """Draw the batches of all ranks for `warm_up` steps, and for `batches` that are counted.
 
     `planned` owners plan `choices`; for these, `ahead` batches more are drawn. `on_batch` is called
-    for each step.
+    for each step of each of them.
     """
     owners = tables.owners(ranks)
     plain = _Tally(tables, ranks, None)
@@ -158,7 +158,8 @@ def draw_exchange(
         before = now
         for tally in tallies:
             tally.end_step()
-        on_batch()
+        for _ in simulators:
+            on_batch()
     results = [simulator.results() for simulator in simulators.values()]
     return Exchanged(
         ranks=ranks,
