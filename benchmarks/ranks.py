@@ -12,7 +12,7 @@ below 2^31 rows) and rows of d floats, all ranks together send
 The eighth is one bit for each id that is read ahead: whether its vector comes early, while the
 batch before trains, or late, because that batch may change it. Between two ranks it is rounded up.
 
-Headers come on top: 512 bytes to each rank, four times a step. Without removing duplicates, each
+Headers come on top: 512 bytes to each rank, three times a step. Without removing duplicates, each
 lookup would take 8 d bytes instead of each different row. A replicated row sends no vector, and its
 gradient and id go to every other rank: (W + 4 d)(ranks - 1) for each of U_r instead.
 """

@@ -197,6 +197,15 @@ def test_criteo_and_movielens_are_converted(load: Any, tmp_path: Path) -> None:
         assert (found["label"].sum(), int(found["trained"])) == (20, 27)
 
 
+def test_what_a_host_does_for_other_ranks_is_timed(load: Any) -> None:
+    script = load("rank_host")
+    found = script.host_work([2, 8], script.Shape("small", (3000, 50), 4, 64))
+    assert found["lookups"] == 128
+    assert 0 < found["unique_rows"] <= 114
+    assert found["sort_ns"] > 0
+    assert found["route_ns"].keys() == found["exchange_ms"].keys() == {2, 8}
+
+
 # -- timelines ---------------------------------------------------------------------------
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -19,6 +19,8 @@ from hotrow.run.config import load
 from hotrow.run.source import open_samples
 from hotrow.study.lookups import NO_ROW, LookupBatch, OfFolder, OfParquet, OfRun, _IdSpace
 from hotrow.study.profiling import profile_lookups
+from hotrow.study.rank_popularity import Popularities
+from hotrow.study.rank_traffic import RankTables, draw_exchange
 
 
 @pytest.fixture
@@ -38,6 +40,26 @@ def folder(tmp_path: Path) -> Path:
     columns_file = ["--columns", tmp_path / "columns.toml", "--out", tmp_path / "out"]
     succeeds("prepare", "parquet", tmp_path / "clicks.parquet", *columns_file)
     return tmp_path
+
+
+def test_ranks_are_computed_from_the_counts_of_a_folder(folder: Path) -> None:
+    """Rows of a folder are looked up as often as its training split counted them."""
+    given = ["data.kind=prepared", f"data.folder={folder / 'out'}", "data.batch_size=16"]
+    config = load(overrides=given)
+    trace = OfRun(config.data)
+    found = trace.popularities()
+    data = Prepared(folder / "out")
+    for name, rows in data.table_rows.items():
+        popularity, counts = found[name], torch.from_numpy(data.counts(name).astype(np.int64))
+        assert popularity.lookups == counts.sum() / (data.samples("train") / 16)
+        hottest = popularity.hottest(rows)
+        assert counts[hottest].tolist() == sorted(counts[counts > 0].tolist(), reverse=True)
+        assert popularity.law.num_ranks == len(hottest)
+    tables = RankTables(config, trace)
+    drawn = draw_exchange(tables, 4, batches=20, warm_up=4)
+    computed = Popularities(tables).exchange(4, batches=20, warm_up=4)
+    assert computed.unique_rows == pytest.approx(drawn.unique_rows, rel=0.03)
+    assert computed.plain.sent_bytes == pytest.approx(drawn.plain.sent_bytes, rel=0.03)
 
 
 def test_a_folder_is_read_as_its_manifest_has_counted_it(folder: Path) -> None:

@@ -51,6 +51,24 @@ DenseMs = Annotated[
     ),
 ]
 
+# Options of commands that predict several ranks.
+RanksOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Predict so many ranks that share the rows: numbers with commas between, such as "
+        "8,64,1024. data.batch_size is that of each rank.",
+        show_default="one rank",
+    ),
+]
+LinksOption = Annotated[
+    str | None,
+    typer.Option(
+        help="With --ranks: the link inside a machine and the one between machines, such as "
+        "nvlink,ethernet.",
+        show_default="the machine's",
+    ),
+]
+
 
 def refuse_settings(settings: Sequence[str], refused: Mapping[str, str]) -> None:
     """Refuse settings that a command finds or names otherwise; `refused` says what to do."""
@@ -102,6 +120,25 @@ def read_depths(text: str) -> list[int]:
             ) from None
     check_at_least(0, depths=min(depths))
     return depths
+
+
+def read_ranks(text: str) -> list[int]:
+    """Read numbers of ranks, separated by commas; return them ascending."""
+    from hotrow.study.rank_traffic import check_ranks  # not for commands without --ranks
+
+    try:
+        ranks = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise ValueError(f"--ranks: cannot read {text!r}; write 8 or 8,64,1024") from None
+    check_ranks(ranks)
+    return ranks
+
+
+def needs_ranks(ranks: str | None, **given: object) -> None:
+    """Refuse options that have no effect without --ranks."""
+    for name, value in given.items():
+        if ranks is None and value is not None:
+            raise ValueError(f"--{name} belongs to --ranks; give numbers of ranks, such as 8,64")
 
 
 def check_html(page: Path | None) -> None:

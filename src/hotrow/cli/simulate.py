@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,21 +14,34 @@ from hotrow.cli._options import (
     DenseMs,
     HtmlFile,
     JsonLinesFlag,
+    LinksOption,
+    RanksOption,
     Settings,
     WarmUp,
     check_at_least,
     check_dense_ms,
     check_html,
+    needs_ranks,
     read_depths,
+    read_ranks,
     read_slots,
 )
 from hotrow.cli._output import counting, show
 from hotrow.report.predicted import simulation_document
+from hotrow.report.ranked import ranks_document
 from hotrow.run.config import load
 from hotrow.sizing.machines import THIS, machines
 from hotrow.study.lookups import OfRun
-from hotrow.study.simulation import CACHING, ORDERS, Simulation, find_simulated
+from hotrow.study.rank_scaling import Scaling, simulate_ranks
+from hotrow.study.simulation import (
+    CACHING,
+    ORDERS,
+    Simulation,
+    find_simulated,
+    strategies_at,
+)
 from hotrow.study.sizing import machine_of
+from hotrow.support.units import parse_bytes
 
 _INSTEAD = {"budget": "--slots", "strategy": "--strategy", "depth": "--depths"}
 
@@ -38,18 +52,23 @@ def simulate(
     ] = None,
     settings: Settings = None,
     slots: Annotated[
-        str, typer.Option(help="Slots: numbers or percent of all rows, with commas between.")
-    ] = "1%,5%,10%",
+        str | None,
+        typer.Option(
+            help="Slots: numbers or percent of all rows, with commas between; with --ranks of each "
+            "rank, and of the rows that it owns.",
+            show_default="1%,5%,10%; with --ranks 10%",
+        ),
+    ] = None,
     strategies: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--strategy",
             help=f"With commas between, of {', '.join(CACHING)}; with the others no row enters or "
             f"leaves a slot. Orders of leaving other than lru's, to compare with: "
             f"{', '.join(ORDERS)}.",
-            show_default="the strategies",
+            show_default="the strategies; with --ranks lookahead",
         ),
-    ] = ",".join(CACHING),
+    ] = None,
     depths: Annotated[
         str,
         typer.Option(
@@ -70,12 +89,29 @@ def simulate(
     machine: Annotated[
         str | None,
         typer.Option(
-            help=f"Predict step times on {', '.join(machines())}, or on {THIS} one, which is "
-            "measured, with the run's device.",
+            help=f"Predict step times on {', '.join(machines())}, on the machine that a TOML file "
+            f"describes, or on {THIS} one, which is measured, with the run's device.",
             show_default="no times",
         ),
     ] = None,
     dense_ms: DenseMs = None,
+    ranks: RanksOption = None,
+    links: LinksOption = None,
+    replicate: Annotated[
+        str | None,
+        typer.Option(
+            help="With --ranks: also predict this much memory of each rank for rows that all have, "
+            "such as 1MiB.",
+            show_default="none",
+        ),
+    ] = None,
+    owners: Annotated[
+        int | None,
+        typer.Option(
+            help="With --ranks: owners of rows whose planners run.",
+            show_default="2",
+        ),
+    ] = None,
     html: HtmlFile = None,
     as_json: JsonLinesFlag = False,
 ) -> None:
@@ -105,6 +141,13 @@ def simulate(
 
     - `hotrow simulate run.toml --machine h200 --dense-ms 0.5 --html simulate.html`
 
+    - `hotrow simulate run.toml --ranks 8,64,1024 --machine h200 --dense-ms 0.5 --slots 20%`
+
+    With `--ranks`, each rank trains `data.batch_size` samples, and slots are those of a rank.
+    Predicted are the bytes between ranks and over the link to the host, the balance of owners,
+    memory, and with `--machine` step times, from links that docs/scale.md describes. Few ranks draw
+    the batches of all; many are computed from how often rows are looked up.
+
     `hotrow size` searches for the smallest budget that is fast enough.
     """
     for setting in settings or ():
@@ -113,33 +156,65 @@ def simulate(
         raise ValueError("--dense-ms belongs to --machine; name one")
     check_dense_ms(dense_ms)
     check_html(html)
+    needs_ranks(ranks, links=links, replicate=replicate, owners=owners)
+    counts = None if ranks is None else read_ranks(ranks)
+    if links is not None and machine is None:
+        raise ValueError("--links belongs to --machine; name one")
+    if pin not in ("ranks", "learned"):
+        raise ValueError(f"--pin must be ranks or learned, not {pin!r}")
+    if counts is not None and pin == "ranks":
+        raise ValueError("--pin ranks is for one rank; leave it out with --ranks")
+    known = sorted(set(read_depths(depths)))
+    check_at_least(1, batches=batches, owners=owners)
+    check_at_least(0, warm_up=warm_up)
+    default = CACHING if counts is None else ["lookahead"]
+    names = default if strategies is None else strategies.split(",")
+    chosen = [find_simulated(name.strip()) for name in names]
     config = load(file, overrides=settings or ())
     # Steps this short gain little from a second thread, and lose much when a core is busy.
     torch.set_num_threads(config.run.threads or 1)
     torch.manual_seed(config.run.seed)  # of rows that leave at random
+    place = None if machine is None else machine_of(machine, config)
+    name = config.run.name if file is None else str(file)
     trace = OfRun(config.data, steps=config.model.num_steps, repeats=False)
-    sizes = sorted(set(read_slots(slots, trace.num_rows)))
-    chosen = [find_simulated(name.strip()) for name in strategies.split(",")]
-    if pin not in ("ranks", "learned"):
-        raise ValueError(f"--pin must be ranks or learned, not {pin!r}")
-    known = sorted(set(read_depths(depths)))
-    check_at_least(1, batches=batches)
-    check_at_least(0, warm_up=warm_up)
+    if counts is not None:
+        scaling = Scaling(
+            config,
+            trace,
+            counts,
+            batches=batches,
+            warm_up=warm_up,
+            owners=owners or 2,
+            machine=place,
+            links=links or "",
+            dense_ms=dense_ms,
+            replicate=0 if replicate is None else parse_bytes(replicate),
+        )
+        every = strategies_at(chosen, known)
+        ahead = max(strategy.look_ahead or 0 for strategy in every)
+        with counting("planning", scaling.steps(ahead), "steps", quiet=as_json) as advance:
+            facts, conditions, assumptions = simulate_ranks(
+                replace(scaling, on_batch=advance),
+                every,
+                lambda rows: sorted(set(read_slots(slots or "10%", rows))),
+            )
+        document = ranks_document(facts, assumptions, name=name, conditions=conditions)
+        show(document, as_json=as_json, html=html)
+        return
     simulation = Simulation(
         config,
         trace,
         strategies=chosen,
-        slots=sizes,
+        slots=sorted(set(read_slots(slots or "1%,5%,10%", trace.num_rows))),
         depths=known,
         batches=batches,
         warm_up=warm_up,
-        machine=None if machine is None else machine_of(machine, config),
+        machine=place,
         dense_ms=dense_ms,
     )
     total = simulation.total_batches
     with counting("planning", total, "batches", quiet=as_json) as advance:
         facts, conditions = simulation.run(pins_ranks=pin == "ranks", on_batch=advance)
-    name = config.run.name if file is None else str(file)
     show(simulation_document(facts, name=name, conditions=conditions), as_json=as_json, html=html)
 
 

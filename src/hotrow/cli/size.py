@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,8 @@ from hotrow.cli._options import (
     DenseMs,
     HtmlFile,
     JsonFlag,
+    LinksOption,
+    RanksOption,
     RunFile,
     Settings,
     WarmUp,
@@ -21,13 +24,18 @@ from hotrow.cli._options import (
     check_dense_ms,
     check_file,
     check_html,
+    needs_ranks,
     read_depths,
+    read_ranks,
     refuse_settings,
 )
 from hotrow.cli._output import counting, show
 from hotrow.report.predicted import advice, size_document
+from hotrow.report.ranked import rank_advice_document
 from hotrow.run.config import load, read_settings
 from hotrow.sizing.machines import THIS, machines
+from hotrow.study.lookups import OfRun
+from hotrow.study.rank_scaling import Scaling, size_ranks
 from hotrow.study.sizing import DEPTHS, Sizing, machine_of
 from hotrow.study.sizing import size as size_of
 from hotrow.support import toml
@@ -45,8 +53,8 @@ def size(
     machine: Annotated[
         str,
         typer.Option(
-            help=f"Whose speed counts: {', '.join(machines())}, or {THIS}, which is measured, with "
-            "the run's device."
+            help=f"Whose speed counts: {', '.join(machines())}, a TOML file's, or {THIS}, which is "
+            "measured, with the run's device."
         ),
     ] = THIS,
     reach: Annotated[float, typer.Option(help="Of all-fast's speed, what is enough.")] = 0.95,
@@ -57,6 +65,8 @@ def size(
     batches: Batches = 50,
     warm_up: WarmUp = 100,
     settings: Settings = None,
+    ranks: RanksOption = None,
+    links: LinksOption = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -100,6 +110,12 @@ def size(
 
     - waits for: what decides how long a step is
 
+    With `--ranks` it proposes the fewest of these ranks whose host memory holds the rows, and the
+    smallest budget of each rank for lookahead with `--reach` of all-fast's speed at that number of
+    ranks. docs/scale.md says what that assumes.
+
+    - `hotrow size run.toml --ranks 1,8,64 --machine h200 --dense-ms 0.5`
+
     `--out` writes the run's settings, with those found, as a new file; comments are not kept. For a
     GPU by name, run.device becomes cuda.
     """
@@ -111,10 +127,31 @@ def size(
     refuse_settings(settings or (), _REFUSED)
     known = read_depths(depths)
     check_html(html)
+    needs_ranks(ranks, links=links)
+    counts = None if ranks is None else read_ranks(ranks)
+    if counts is not None and out is not None:
+        raise ValueError("--out is for one rank; leave it out with --ranks")
     config = load(file, overrides=settings or ())
     check_file("--out", out, such_as="sized.toml")
     torch.set_num_threads(config.run.threads or 1)
     place = machine_of(machine, config)
+    if counts is not None:
+        scaling = Scaling(
+            config,
+            OfRun(config.data, steps=config.model.num_steps, repeats=False),
+            counts,
+            batches=batches,
+            warm_up=warm_up,
+            owners=1,
+            machine=place,
+            links=links or "",
+            dense_ms=dense_ms,
+        )
+        steps = scaling.steps(max(known))
+        with counting("planning", steps, "steps", quiet=as_json) as advance:
+            found = size_ranks(replace(scaling, on_batch=advance), reach=reach, depth=max(known))
+        show(rank_advice_document(found), as_json=as_json, html=html)
+        return
     # The trace is read twice for its curves, and once for the planner.
     total = 3 * (warm_up + batches) + max(known)
     with counting("counting and planning", total, "batches", quiet=as_json) as advance:

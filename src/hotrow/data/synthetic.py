@@ -275,6 +275,10 @@ class Generated(Generic[Batch]):
         lookups = self.config.batch_size * self.config.lookups_per_table[table]
         return torch.from_numpy(lookups * self._popularity[table].probabilities(count))
 
+    def popularity(self, table: int) -> Zipf | Counted:
+        """Return how popular the rows of a table are, the first of `hottest` first."""
+        return self._popularity[table]
+
     def expected_share(self, table: int, count: int) -> float:
         """Return the share of a table's lookups that read the `count` ids of `hottest`."""
         return self._popularity[table].share(count)

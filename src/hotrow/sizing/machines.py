@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -17,8 +18,10 @@ from typing import Any
 import torch
 
 from hotrow.engine.strategy import STRATEGIES
+from hotrow.sizing.links import Between, Link, checked, read_between, read_link
 from hotrow.sizing.simulator import simulate
 from hotrow.store.ram import Store
+from hotrow.support import toml
 from hotrow.support.host_memory import available_bytes
 from hotrow.support.messages import did_you_mean
 from hotrow.support.streams import lanes_of, synchronize
@@ -63,6 +66,7 @@ class Machine:
     error: float  # four in five predictions are as near as this
     forms: Mapping[str, Points] = field(default_factory=dict)  # million moves/s, by bytes of a row
     host_rows: Mapping[str, Points] = field(default_factory=dict)  # gather, scatter: by the CPU
+    ranks: Between | None = None  # how several of them meet; None: not known
 
     @property
     def is_gpu(self) -> bool:
@@ -81,22 +85,75 @@ def at(points: Points, x: float) -> float:
 
 
 @cache
+def _known() -> tuple[dict[str, Machine], dict[str, Link]]:
+    text = resources.files("hotrow.sizing").joinpath("machines.toml").read_text(encoding="utf-8")
+    return _read(tomllib.loads(text), where="machines.toml")
+
+
 def machines() -> dict[str, Machine]:
     """Return the machines that are known by name."""
-    text = resources.files("hotrow.sizing").joinpath("machines.toml").read_text(encoding="utf-8")
-    known: dict[str, dict[str, Any]] = tomllib.loads(text)
-    return {name: Machine(name=name, device="cuda", **figures) for name, figures in known.items()}
+    return _known()[0]
+
+
+def links() -> dict[str, Link]:
+    """Return the links between ranks that are known by name."""
+    return _known()[1]
+
+
+def _read(
+    tables: dict[str, dict[str, Any]], *, where: str, known: Mapping[str, Link] | None = None
+) -> tuple[dict[str, Machine], dict[str, Link]]:
+    """Return the machines of a file, and its links beside those that are known."""
+    given = tables.pop("links", {})
+    every = dict(known or {})
+    every |= {name: read_link(link, name, where=where) for name, link in given.items()}
+    found = {}
+    for name, figures in tables.items():
+        if not isinstance(figures, dict):
+            raise ValueError(f"{where}: {name} stands outside of a machine's table, such as [h200]")
+        ranks = figures.pop("ranks", None)
+        between = (
+            None if ranks is None else read_between(ranks, every, where=f"{where}: [{name}.ranks]")
+        )
+        figures = {"forms": {}, "host_rows": {}, **figures}
+        kept = checked(
+            figures, Machine, where=f"{where}: [{name}]", without=("name", "device", "ranks")
+        )
+        found[name] = Machine(name=name, device="cuda", **kept, ranks=between)
+    return found, every
 
 
 def find_machine(name: str) -> Machine:
+    """Return a machine by its name, or the one that a TOML file describes."""
+    if name.endswith(".toml"):
+        read, _ = _read(toml.read(Path(name)), where=name, known=links())
+        if len(read) != 1:
+            raise ValueError(
+                f"{name} describes {len(read)} machines; give a file with one, in the form of "
+                "hotrow/sizing/machines.toml"
+            )
+        return next(iter(read.values()))
     known = machines()
     if name in known:
         return known[name]
     hint = did_you_mean(name, known)
     raise ValueError(
-        f"there is no machine {name!r}{hint}; known are {', '.join(known)}, and {THIS!r}, which is "
-        "measured"
+        f"there is no machine {name!r}{hint}; known are {', '.join(known)}, {THIS!r}, which is "
+        "measured, and TOML files that describe one, such as mine.toml"
     )
+
+
+def between_of(machine: Machine) -> Between:
+    """Return how ranks of a machine meet."""
+    if machine.ranks is None:
+        known = [name for name, other in machines().items() if other.ranks is not None]
+        remedy = "add a table [NAME.ranks] to its file, in the form of hotrow/sizing/machines.toml"
+        if machine.name == THIS:
+            remedy = f"name another one: {', '.join(known)}, or a TOML file that describes one"
+        raise ValueError(
+            f"the links between ranks of machine {machine.name!r} are not known; {remedy}"
+        )
+    return machine.ranks
 
 
 # -- the machine at hand, measured in about a second; benchmarks/ceilings.py takes more care -----
@@ -157,6 +214,7 @@ def _measured_gpu(device: torch.device) -> Machine:
     return replace(
         like,
         name=THIS,
+        ranks=None,
         gpu=properties.name,
         cores=os.cpu_count() or 1,
         memory_gib=properties.total_memory / _GIB,

@@ -71,27 +71,53 @@ def simulate(
     ahead. `hottest(n)` names the n rows to pin, for strategies that pin; without it `static` learns
     them. `as_trained`: choose the row map as training does, so that planning takes as long.
     """
-    lanes = []
-    for strategy, slots in choices:
-        # The map changes the speed only.
-        is_dense = choose_map(slots, num_rows) if as_trained else num_rows <= _DENSE_MAP_ROWS
-        lanes.append(_Lane(strategy, slots, num_rows, depth, hottest, dense_map=is_dense))
-    batches, end = 0, math.inf if counted is None else warm_up + counted
+    simulator = Simulator(num_rows, choices, depth=depth, hottest=hottest, as_trained=as_trained)
+    end = math.inf if counted is None else warm_up + counted
     for ids in trace:
-        start = time.perf_counter()
-        found = sort_ids(ids, num_rows)
-        seconds = time.perf_counter() - start
-        for lane in lanes:
-            lane.feed(_Known(found, seconds, counts=warm_up <= batches < end))
-        batches += 1
+        simulator.feed(ids, counts=warm_up <= simulator.batches < end)
         on_batch()
-    if batches <= warm_up:
+    if simulator.batches <= warm_up:
         raise ValueError(
-            f"the trace has {batches} batches, all of them warm-up; give more than {warm_up}"
+            f"the trace has {simulator.batches} batches, all of them warm-up; give more than "
+            f"{warm_up}"
         )
-    for lane in lanes:
-        lane.drain()
-    return [lane.result() for lane in lanes]
+    return simulator.results()
+
+
+class Simulator:
+    """Strategies that plan the same batches, which come one by one."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        choices: Sequence[tuple[Strategy, int]],
+        *,
+        depth: int = 50,
+        hottest: Callable[[int], Tensor] | None = None,
+        as_trained: bool = False,
+    ) -> None:
+        """Take the arguments of `simulate`."""
+        self.batches, self._num_rows = 0, num_rows
+        self._lanes = []
+        for strategy, slots in choices:
+            # The map changes the speed only.
+            is_dense = choose_map(slots, num_rows) if as_trained else num_rows <= _DENSE_MAP_ROWS
+            self._lanes.append(_Lane(strategy, slots, num_rows, depth, hottest, dense_map=is_dense))
+
+    def feed(self, ids: Tensor, *, counts: bool) -> None:
+        """Make a batch known; `counts`: it is no warm-up."""
+        start = time.perf_counter()
+        found = sort_ids(ids, self._num_rows)
+        seconds = time.perf_counter() - start
+        for lane in self._lanes:
+            lane.feed(_Known(found, seconds, counts=counts))
+        self.batches += 1
+
+    def results(self) -> list[Simulated]:
+        """Plan the batches that count and are left; return the counts of each strategy."""
+        for lane in self._lanes:
+            lane.drain()
+        return [lane.result() for lane in self._lanes]
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,15 @@ def find_simulated(name: str) -> Strategy:
     )
 
 
+def strategies_at(strategies: Sequence[Strategy], depths: Sequence[int]) -> list[Strategy]:
+    """Return strategies with a number of batches known ahead: those that say none, with each."""
+    return [
+        replace(strategy, look_ahead=depth)
+        for strategy in strategies
+        for depth in (depths if strategy.look_ahead is None else [strategy.look_ahead])
+    ]
+
+
 @dataclass(frozen=True)
 class Simulation:
     """One pass over a run's trace, for each strategy, number of slots and depth."""
@@ -67,10 +76,9 @@ class Simulation:
     @property
     def choices(self) -> list[tuple[Strategy, int]]:
         return [
-            (replace(strategy, look_ahead=depth), size)
+            (strategy, size)
             for size in self.slots
-            for strategy in self.strategies
-            for depth in (self.depths if strategy.look_ahead is None else [strategy.look_ahead])
+            for strategy in strategies_at(self.strategies, self.depths)
         ]
 
     @property

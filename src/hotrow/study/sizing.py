@@ -140,10 +140,14 @@ def base_of(
     timed = _timed(config, work, most_bytes) if machine.name == THIS else None
     if timed is not None:
         return timed
-    flops = 6.0 * _dense_weights(config) * config.data.batch_size
-    flops *= 1 + (config.model.num_steps or 0)
-    guessed = dense_ms(machine, flops)
+    guessed = guessed_dense_ms(config, machine)
     return Base(all_fast_ms(machine, work, dense_ms=guessed), _GUESSED)
+
+
+def guessed_dense_ms(config: RunConfig, machine: Machine) -> float:
+    """Guess the time of the dense part of a step from the model's size."""
+    flops = 6.0 * _dense_weights(config) * config.data.batch_size
+    return dense_ms(machine, flops * (1 + (config.model.num_steps or 0)))
 
 
 def _timed(config: RunConfig, work: Work, most_bytes: int) -> Base | None:

@@ -306,3 +306,16 @@ class SizeRecord:
     best: tuple[SizedOption, ...]  # of each strategy the smallest that reaches it, or the fastest
     options: tuple[SizedOption, ...]  # all that was tried
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankAdvice:
+    """How many ranks to take for a run, by a prediction, and what was tried."""
+
+    name: str
+    reach: float  # of all-fast's speed at the same number of ranks
+    rows_bytes: int
+    best: tuple[Mapping[str, Any], ...]  # by ranks, the smallest budget that reaches it, or fastest
+    chosen: int | None  # its place among `best`; None: none has the memory
+    notes: tuple[str, ...]
+    assumptions: tuple[str, ...]
