@@ -12,16 +12,12 @@ the number of processes, and `swap_cpu_us` the processor time that a rank spends
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import socket
-import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
 from types import SimpleNamespace
@@ -30,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from harness import parser, results_for
 from ranks import SHAPES, Shape, drawn
 from torch import Tensor
 
@@ -41,7 +38,6 @@ from hotrow.inputs.batch import lookups_of, parse
 from hotrow.inputs.tables import group_by_width
 from hotrow.kernels.reference import sort_ids
 
-RESULTS = Path(__file__).parent / "results" / "rank_host.jsonl"
 HEADER_WORDS = 64
 HEADERS = 3  # of a step: BATCH, ROWS, GRADS
 SWAPS = 200
@@ -152,25 +148,15 @@ def _swap(rank: int, world: int, port: int, queue: Any) -> None:
     dist.destroy_process_group()
 
 
-def versions() -> dict[str, str]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], stdout=subprocess.PIPE)
-    return {"torch": torch.__version__, "commit": commit.stdout.decode().strip()}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64, 1024])
-    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    given = parser.parse_args()
+    options = parser("What several ranks cost the host of each")
+    options.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64, 1024])
+    options.add_argument("--worlds", type=int, nargs="+", default=[2, 4, 8, 16])
+    given = options.parse_args()
     torch.set_num_threads(1)
-    line: dict[str, Any] = {"suite": "rank_host", "cores": os.cpu_count()}
-    line |= {"processor": platform.machine()}
-    line |= host_work(given.ranks, SHAPES[0]) | swaps(given.worlds) | versions()
-    print(json.dumps(line), flush=True)
-    given.results.parent.mkdir(exist_ok=True)
-    with given.results.open("a") as results:
-        results.write(json.dumps(line) + "\n")
+    measured = host_work(given.ranks, SHAPES[0]) | swaps(given.worlds)
+    print(json.dumps(measured), flush=True)
+    results_for("rank_host", given).write("target", "host", measured)
 
 
 if __name__ == "__main__":

@@ -56,10 +56,11 @@ One command each; results are appended to `results/<suite>.jsonl` as they come, 
 | `python benchmarks/predicted.py` | predicted steps beside measured ones; needs no GPU |
 | `python benchmarks/ranks.py` | what several ranks send per step, by formula and counted |
 | `python benchmarks/overlap.py` | several ranks beside one, and what they send while they train |
+| `python benchmarks/rank_host.py` | what several ranks cost the host of each; needs no GPU |
 | `python benchmarks/house.py` | packages, layers and lengths of the source; needs no GPU |
 | `make clients` | [public models](clients/README.md), plain beside converted; needs no GPU |
 
-All but the last fourteen take `--minutes 8` (start nothing that would end later), `--results`,
+All but the last fifteen take `--minutes 8` (start nothing that would end later), `--results`,
 `--commit` and `--smoke` (tiny, on a CPU, with TRITON_INTERPRET=1; it keeps no results, unless
 `--results` names a folder for them). Some take other options:
 
