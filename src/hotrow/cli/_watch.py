@@ -18,6 +18,7 @@ from rich.text import Text as StyledText
 
 from hotrow.cli._output import JsonLines, warn_people
 from hotrow.report.page import Section, Table, facts_table
+from hotrow.report.rank_tables import balance_in_words
 from hotrow.report.terminal import show_parts
 from hotrow.run.files import to_dict, to_json
 from hotrow.run.job import Job
@@ -247,7 +248,9 @@ def summary_facts(record: RunRecord) -> dict[str, str]:
         facts["too large for the slots"] = f"{chunked}, in chunks"
     facts["moved"] = show_bytes(summary.bytes_moved)
     if summary.bytes_sent:
-        facts["sent to other ranks"] = show_bytes(summary.bytes_sent)
+        facts["sent between ranks"] = show_bytes(summary.bytes_sent)
+    if record.ranks:
+        facts[many(len(record.ranks), "rank")] = f"largest / mean: {balance_in_words(record.ranks)}"
     facts["speed"] = f"{summary.samples_per_second:,.0f} samples/s"
     if limit is not None:
         facts["limited by"] = f"{limit.name}, {limit.share:.0%} of a step"

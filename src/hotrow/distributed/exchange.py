@@ -261,9 +261,9 @@ class Exchange:
         works = []
         for place in places:
             work = by_place.get(place) or _nothing(groups[place], size)
-            work.received = [counts[place] for counts in theirs]
+            work.received, work.serial = [counts[place] for counts in theirs], self._serial
             work.inner = groups[place].work_of(numbers[place])
-            work.serial = self._serial
+            self.wire.batches.add(work)
             works.append(work)
         shared = Shared(self._serial, tuple(works))
         if self.is_joined:  # this rank may serve it, also if it leaves its loop early

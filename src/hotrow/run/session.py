@@ -38,13 +38,22 @@ from hotrow.run.job import (
     told_of,
     total_steps,
 )
+from hotrow.run.rank_records import of_all_ranks, rank_records
 from hotrow.run.ranks import RunRanks
 from hotrow.run.resume import Begun, has_ended, resume
 from hotrow.run.saving import Saved, Saving, not_finite
 from hotrow.run.stopping import StopAfterStep
 from hotrow.run.tally import Tally, limit_of
 from hotrow.run.tracing import ChromeTrace, Traced
-from hotrow.support.records import EvalRecord, Limit, RunRecord, StartRecord, TableRecord, Times
+from hotrow.support.records import (
+    EvalRecord,
+    Limit,
+    RankRecord,
+    RunRecord,
+    StartRecord,
+    TableRecord,
+    Times,
+)
 from hotrow.support.units import show_bytes
 
 Advance = Callable[[Tally], None]
@@ -203,6 +212,7 @@ class Session:
         self._all_fast: Times | None = None  # of the steps that `_is_equal` compares
         self._model: Path | None = None
         self._unsaved: list[str] = []
+        self._rank_records: tuple[RankRecord, ...] = ()  # gathered when all have trained
 
     def run(self, steps: int) -> Result:
         """Train, evaluate, save and compare."""
@@ -296,6 +306,7 @@ class Session:
         # Signals may have come after the last step.
         for requests in self._ranks.do(lambda: str(int(self._stop.requests()))):
             self._stop.agree(int(requests))
+        self._rank_records = rank_records(self._job.trainer)
         config, stop, warn = self._config, self._stop, self._observer.warn
         why_not = self._why_no_model()
         outcome = "interrupted" if stop.asked else "finished" if why_not is None else "diverged"
@@ -409,10 +420,13 @@ class Session:
             settings=start.settings,
             environment=start.environment,
             memory=embedding.memory(),
-            summary=tally.summary(
-                fast_rows_share=embedding.num_slots / embedding.num_rows,
-                equal_to_all_fast=self._is_equal,
-                chunked_batches=traffic.chunked_batches,
+            summary=of_all_ranks(
+                tally.summary(
+                    fast_rows_share=embedding.num_slots / embedding.num_rows,
+                    equal_to_all_fast=self._is_equal,
+                    chunked_batches=traffic.chunked_batches,
+                ),
+                self._rank_records,
             ),
             evaluations=tuple(tally.evaluations),
             data=job.samples.described(),
@@ -429,6 +443,7 @@ class Session:
             },
             times=tally.times(),
             limit=self._limit(),
+            ranks=self._rank_records,
         )
         self._run.finish(record)
         return record

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hotrow.distributed.exchange import Exchange
 from hotrow.distributed.ranks import Channel, Header, Op
+from hotrow.distributed.wire import BatchCounts
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.embedding.in_models import named_modules
 from hotrow.embedding.stand_ins import stand_in_of
@@ -33,6 +34,15 @@ class Part:
     scale: float  # of the mean loss of this rank's samples, so that averages are those of all
     first: int  # the first rank that has samples
     requests: int = 0  # bits that ranks have sent with the step; see `Trainer.requests`
+
+
+@dataclass
+class OwnCounts:
+    """What one rank has trained, of the steps that all have made."""
+
+    samples: int = 0
+    seconds: float = 0.0
+    wait_seconds: float = 0.0  # of `seconds`, for other ranks
 
 
 class SharedDense:
@@ -50,6 +60,7 @@ class SharedDense:
         _refuse_wrapped(model)
         self._model, self._exchange = model, exchanges[0]
         self._collections = sorted(shared, key=lambda c: c.exchange.number)  # type: ignore[union-attr]
+        self.own = OwnCounts()
 
     def start_alike(self, others: Iterable[Tensor]) -> None:
         """Give all ranks the weights and buffers of the first one; `others` are weights that the
@@ -82,6 +93,7 @@ class SharedDense:
         header = Header(Op.PART, self._exchange.number, step, status=requests, words=[samples])
         counts: list[int]
         counts, sent = self._ranks.run(header, None)
+        self.own.samples += samples
         total = sum(counts)
         scale = samples * self._ranks.size / total if total else 0.0
         first = next((r for r, count in enumerate(counts) if count), 0)
@@ -95,12 +107,35 @@ class SharedDense:
         """Return the loss of no samples."""
         return torch.zeros((), device=self.device)
 
-    def sent_bytes(self) -> dict[str, int]:
-        """Return what this rank has sent to others so far, named as in a StepRecord."""
+    def counters(self) -> dict[str, int]:
+        """Return what this rank has looked up and sent to others so far, named as in a StepRecord.
+        Counters of its rows are of the lookups that all ranks ask of it."""
         sent = Counter[str]()
         for collection in self._collections:
             sent.update(collection.sent_bytes())
-        return {f"bytes_of_{kind}": sent[kind] for kind in ("ids", "rows", "grads")}
+        batches = self._batches
+        return {
+            "lookups": sum(x.lookups for x in batches),
+            "unique_rows": sum(x.unique_rows for x in batches),
+            **{f"bytes_of_{kind}": sent[kind] for kind in ("ids", "rows", "grads")},
+        }
+
+    @property
+    def _batches(self) -> list[BatchCounts]:
+        return [c.exchange.wire.batches for c in self._collections if c.exchange is not None]
+
+    def served_rows(self) -> int:
+        """Return how many rows ranks have asked of this one in training so far."""
+        return sum(x.served_rows for x in self._batches)
+
+    @property
+    def rank(self) -> int:
+        return self._ranks.rank
+
+    @property
+    def wait_seconds(self) -> float:
+        """See Ranks."""
+        return self._ranks.wait_seconds
 
     def looks_up(self) -> bool:
         """Whether a batch was looked up since gradients were exchanged."""
@@ -149,7 +184,7 @@ class SharedDense:
         """Return the pieces of all ranks as one tensor for each sequence, in the order that one
         process has: first by batch, then by rank. Ranks may have different numbers of batches."""
         mine = [[[len(x) for x in each], [list(x.shape[1:]) for x in each][:1]] for each in pieces]
-        said = [json.loads(text) for text in self._say(json.dumps(mine))]
+        said = [json.loads(text) for text in self.texts(json.dumps(mine))]
         found = []
         for place, each in enumerate(pieces):
             sizes = [of_rank[place][0] for of_rank in said]
@@ -178,10 +213,10 @@ class SharedDense:
 
     def sums(self, *values: float) -> list[float]:
         """Return sums over all ranks, added in rank order."""
-        said = [json.loads(text) for text in self._say(json.dumps(values))]
+        said = [json.loads(text) for text in self.texts(json.dumps(values))]
         return [sum(of_rank[place] for of_rank in said) for place in range(len(values))]
 
-    def _say(self, text: str) -> list[str]:
+    def texts(self, text: str) -> list[str]:
         """Return what all ranks say, once all have come here: until then this one answers those
         that read."""
         header = Header(Op.CHECK, self._exchange.number)

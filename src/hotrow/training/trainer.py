@@ -211,9 +211,13 @@ class Trainer(Generic[Batch]):
                 if self.device.type == "cpu":  # where rows move, and then the batch is trained
                     waited = moved["rows_seconds"] / seconds
                 kind = LateStepRecord if callable(loss) else StepRecord
+                if self._dense is not None:
+                    self._dense.own.seconds += seconds
+                    self._dense.own.wait_seconds += moved["rank_seconds"]
                 moved |= {"seconds": seconds, "waited": waited}
                 yield kind(self.step, loss, samples, **moved)  # type: ignore[arg-type]
-                before, started = after, perf_counter()  # without the caller's time
+                # Without the caller's time, in which it may evaluate.
+                before, started = after | self._waits(), perf_counter()
         finally:
             source.close()
 
@@ -295,6 +299,11 @@ class Trainer(Generic[Batch]):
         return collection, ids
 
     @property
+    def shared(self) -> SharedDense | None:
+        """What this rank shares with others, and counts; None: there are no others."""
+        return self._dense
+
+    @property
     def loss_fn(self) -> Callable[[Tensor, Tensor], Tensor]:
         return self._step.loss_fn
 
@@ -332,7 +341,7 @@ class Trainer(Generic[Batch]):
             for name, count in zip(_COUNTERS, moved, strict=True):
                 totals[name] += count
         if self._dense is not None:
-            totals |= self._dense.sent_bytes()
+            totals |= self._dense.counters()
         return totals
 
     def _times(self, clock: Clock) -> dict[str, float]:
@@ -342,7 +351,11 @@ class Trainer(Generic[Batch]):
             "plan_seconds": clock.plan.seconds,
             "rows_seconds": clock.rows.seconds,
             "chunk_seconds": sum(c.chunk_seconds() for c in self._collections.values()),
+            **self._waits(),
         }
+
+    def _waits(self) -> dict[str, float]:
+        return {"rank_seconds": 0.0 if self._dense is None else self._dense.wait_seconds}
 
 
 @contextmanager
