@@ -27,7 +27,7 @@ from hotrow.report.page import page_of
 from hotrow.report.terminal import show_parts
 from hotrow.run.config import load
 from hotrow.run.files import COMPARISON_PAGE, new_folder, to_dict, to_json, write_comparison
-from hotrow.run.session import StopAfterStep
+from hotrow.run.stopping import StopAfterStep
 from hotrow.study.compare import USUAL, Comparison, Turn, choose
 from hotrow.study.systems import SYSTEMS
 from hotrow.support.records import ComparisonRecord

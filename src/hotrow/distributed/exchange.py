@@ -36,6 +36,7 @@ from hotrow.distributed.ranks import (
     SENDS_EARLY,
     SERIAL,
     SETTLES,
+    STATUS,
     Channel,
     Header,
     Headers,
@@ -183,7 +184,7 @@ class Exchange:
         if op is Op.READ:
             return self.reads.perform(headers, doers, task, channel)
         if op is Op.PART:
-            return _samples_of(headers, doers)
+            return _samples_of(headers, doers), headers.column(STATUS)
         return self._perform_check(headers, task, channel)
 
     # -- ids ---------------------------------------------------------------------------

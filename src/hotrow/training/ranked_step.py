@@ -29,6 +29,8 @@ class RankedStep(GraphedStep):
         self._dense, self._steps = dense, 0
         self._memory = StepMemory(dense.device)
         self._samples = 0  # of the newest batch, on all ranks
+        self.requests: Callable[[], int] = int  # bits that this rank sends with its next step
+        self.requested = 0  # bits that ranks have sent with the newest step
         self._runs_empty = True  # the model can be called with a batch of 0 samples
         self._fetch: Callable[[], Callable[[], bool] | None] = lambda: None
         dense.start_alike(self._weights())
@@ -42,8 +44,8 @@ class RankedStep(GraphedStep):
     def run(self, batch: Any) -> Tensor:
         dense, samples = self._dense, len(self.labels(batch))
         self._steps += 1
-        part = dense.part(samples, self._steps)
-        self._samples = part.samples
+        part = dense.part(samples, self._steps, self.requests())
+        self._samples, self.requested = part.samples, part.requests
         turn = RankTurn(
             batch, samples, part, dense, self._memory, self._weights, self._update, self._around
         )

@@ -10,7 +10,9 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate
+from operator import or_
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ class Part:
     samples: int  # of all ranks
     scale: float  # of the mean loss of this rank's samples, so that averages are those of all
     first: int  # the first rank that has samples
+    requests: int = 0  # bits that ranks have sent with the step; see `Trainer.requests`
 
 
 @dataclass
@@ -84,14 +87,17 @@ class SharedDense:
                 for tensor, part in zip(group, _parts(flat, group), strict=True):
                     tensor.copy_(part)
 
-    def part(self, samples: int, step: int) -> Part:
-        """Return what a rank trains of a batch, of which it has so many samples."""
-        header = Header(Op.PART, self._exchange.number, step, words=[samples])
-        counts: list[int] = self._ranks.run(header, None)
+    def part(self, samples: int, step: int, requests: int = 0) -> Part:
+        """Return what a rank trains of a batch, of which it has so many samples, and the requests
+        of all ranks."""
+        header = Header(Op.PART, self._exchange.number, step, status=requests, words=[samples])
+        counts: list[int]
+        counts, sent = self._ranks.run(header, None)
         self.own.samples += samples
         total = sum(counts)
         scale = samples * self._ranks.size / total if total else 0.0
-        return Part(total, scale, next((r for r, count in enumerate(counts) if count), 0))
+        first = next((r for r, count in enumerate(counts) if count), 0)
+        return Part(total, scale, first, reduce(or_, sent))
 
     @property
     def device(self) -> torch.device:

@@ -99,6 +99,7 @@ class Trainer(Generic[Batch]):
         self.device, self.depth = torch.device(device), depth
         self.deterministic = deterministic
         self.step = 0  # steps taken so far, over all calls of run()
+        self._requests: Callable[[], int] = int
         self.loss_samples, self.loss_seconds = 0, 0.0  # of mean_loss
         self.autocast = autocast
         self._algorithms = partial(algorithms, deterministic, self.device)
@@ -141,6 +142,21 @@ class Trainer(Generic[Batch]):
                     "modules"
                 )
             system.attach(self)
+
+    def hear(self, requests: Callable[[], int]) -> None:
+        """Let `requests` return bits, such as "stop" or "save", that this rank sends to all ranks
+        with each step. All of them find the bits of all ranks in `requested` after the same step,
+        and can act alike."""
+        self._requests = requests
+        if isinstance(self._step, RankedStep):
+            self._step.requests = requests
+
+    @property
+    def requested(self) -> int:
+        """The bits that ranks have sent with the newest step; of one rank alone, its bits now."""
+        if isinstance(self._step, RankedStep):
+            return self._step.requested
+        return self._requests()
 
     def run(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
         """Train one step per batch, and yield one record per step.
