@@ -45,6 +45,7 @@ from hotrow.distributed.ranks import (
 )
 from hotrow.distributed.reads import Reads, Rows
 from hotrow.distributed.shared_rows import SharedRows, SharedWork
+from hotrow.distributed.whole_batches import check_equal
 from hotrow.distributed.wire import Wire, swap_copied
 from hotrow.engine.schedule import at_once
 from hotrow.inputs.batch import BadId, no_lookups
@@ -469,7 +470,9 @@ def _samples_of(headers: Headers, doers: Sequence[bool]) -> list[int]:
             "hotrow.Trainer does not allow, inside of hotrow.join either: give all ranks equally "
             "many batches; those of a rank may have 0 samples"
         )
-    return [headers.words(r, 0, 1)[0] for r in range(len(doers))]
+    samples, checksums = zip(*(headers.words(r, 0, 2) for r in range(len(doers))), strict=True)
+    check_equal(checksums, f"a batch for step {headers.column(SERIAL)[0]:,}")
+    return list(samples)
 
 
 def _check_steps(headers: Headers, doers: Sequence[bool]) -> None:

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from hotrow.distributed.exchange import Exchange
 from hotrow.distributed.ranks import Channel, Header, Op
+from hotrow.distributed.whole_batches import check_equal
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.embedding.in_models import named_modules
 from hotrow.embedding.stand_ins import stand_in_of
+from hotrow.inputs.rank_part import RankPart
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class SharedDense:
             )
         _refuse_wrapped(model)
         self._model, self._exchange = model, exchanges[0]
+        self.checksum = 0  # of the next batch, where every rank has read all of it
         self._collections = sorted(shared, key=lambda c: c.exchange.number)  # type: ignore[union-attr]
 
     def start_alike(self, others: Iterable[Tensor]) -> None:
@@ -74,8 +77,9 @@ class SharedDense:
                     tensor.copy_(part)
 
     def part(self, samples: int, step: int) -> Part:
-        """Return what a rank trains of a batch, of which it has so many samples."""
-        header = Header(Op.PART, self._exchange.number, step, words=[samples])
+        """Return what a rank trains of a batch, of which it has so many samples. Raises on all
+        ranks if they have other checksums of the whole batch."""
+        header = Header(Op.PART, self._exchange.number, step, words=[samples, self.checksum])
         counts: list[int] = self._ranks.run(header, None)
         total = sum(counts)
         scale = samples * self._ranks.size / total if total else 0.0
@@ -174,6 +178,15 @@ class SharedDense:
         """Return sums over all ranks, added in rank order."""
         said = [json.loads(text) for text in self._say(json.dumps(values))]
         return [sum(of_rank[place] for of_rank in said) for place in range(len(values))]
+
+    @property
+    def rank_part(self) -> RankPart:
+        """The part of whole batches that this rank trains."""
+        return RankPart(self._ranks.rank, self._ranks.size)
+
+    def check_equal(self, text: str, what: str) -> None:
+        """Raise on all ranks if they do not say the same; `what` they have."""
+        check_equal(self._say(text), what)
 
     def _say(self, text: str) -> list[str]:
         """Return what all ranks say, once all have come here: until then this one answers those
