@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,43 +10,12 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import hotrow
-from click_models import ClickModel, trainer_of
-from hotrow.data import ClickBatch, SyntheticClicks, SyntheticConfig
-from hotrow.inputs.tree import tensors_in
+from click_models import trainer_of
+from hotrow.data import ClickBatch
 from rank_processes import run
+from rank_systems import Epoch, assert_like_alone, clicks, model, trained, whole
 
-CONFIG = SyntheticConfig(rows=(2_000, 60, 9), batch_size=48, num_dense=3, skew=1.3, seed=5)
 STEPS = 36
-
-
-def model(strategy: str = "lookahead", **options: Any) -> ClickModel:
-    tables = [
-        hotrow.EmbeddingBagConfig(f"cat_{k}", rows, 4, [f"cat_{k}"])
-        for k, rows in enumerate(CONFIG.rows)
-    ]
-    options = {"optimizer": hotrow.Adagrad(lr=0.05), "budget": "50%", "seed": 0, **options}
-    return ClickModel(hotrow.EmbeddingBagCollection(tables, strategy=strategy, **options), 3)
-
-
-def clicks(seed: int = CONFIG.seed) -> SyntheticClicks:
-    config = asdict(CONFIG) | {"seed": seed}
-    return SyntheticClicks(SyntheticConfig(**config))
-
-
-class Epoch:
-    """A loader of hotrow that is read again."""
-
-    def __init__(self, first: int, last: int) -> None:
-        self._span = first, last
-
-    def __iter__(self) -> Any:
-        return iter(clicks().batches(*self._span))
-
-    def __len__(self) -> int:
-        return self._span[1] - self._span[0]
-
-    def whole_batches(self) -> list[ClickBatch]:
-        return list(map(clicks().batch, range(*self._span)))
 
 
 def slipstream(**changes: Any) -> hotrow.Slipstream:
@@ -64,35 +32,12 @@ SYSTEMS: dict[str, Callable[[], Any]] = {
 }
 
 
-def trained(system: Any, strategy: str, batches: Iterable[Any]) -> dict[str, Any]:
-    """Train by a system. The samples that were trained are told by their labels and numbers."""
-    trainer = trainer_of(model(strategy), system)
-    seen: list[Any] = []
-    passes = system.passes
-
-    def noted(batch: Any) -> Any:
-        seen.append([x.clone() for x in tensors_in(batch)])
-        return batch
-
-    system.passes = lambda batches: (map(noted, segment) for segment in passes(batches))
-    records = list(trainer.run(batches))
-    trained_model: Any = trainer.model
-    return {
-        "losses": [x.loss for x in records],
-        "samples": [x.samples for x in records],
-        "record": asdict(system.record),
-        "seen": seen,
-        "bits": trained_model.bits(),
-    }
-
-
 def every_system(rank: int, world: int) -> dict[str, Any]:
     found = {
-        name: trained(system(), "lookahead", clicks().batches(0, STEPS))
+        name: trained(system(), model(), clicks().batches(0, STEPS))
         for name, system in SYSTEMS.items()
     }
-    batches = Epoch(0, STEPS).whole_batches()  # of the user's own, the same on every rank
-    found["list"] = trained(slipstream(), "scratchpipe", batches)
+    found["list"] = trained(slipstream(), model("scratchpipe"), whole(0, STEPS))
     return found
 
 
@@ -109,18 +54,10 @@ def test_any_number_of_ranks_skips_the_same(world: int, alone: dict[str, Any]) -
         assert alone[case]["record"]["dropped"] > 100
     assert alone["rows"]["record"]["stale_rows"]
     for case, expected in alone.items():
-        first = results[0][case]
-        assert first["samples"] == expected["samples"]
-        assert_same_record(first["record"], expected["record"])
-        assert same_tensors(first["seen"], expected["seen"])
-        torch.testing.assert_close(first["losses"], expected["losses"], rtol=1e-5, atol=1e-7)
-        for one, other in zip(first["bits"], expected["bits"], strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-        for other in results:
-            assert same_tensors(other[case]["seen"], first["seen"])
-            for key in ("losses", "record", "samples"):
-                assert other[case][key] == first[key], (case, key)
-            assert all(map(torch.equal, other[case]["bits"], first["bits"]))
+        of_ranks = [result[case] for result in results]
+        assert_like_alone(of_ranks, expected)
+        assert_same_record(of_ranks[0]["record"], expected["record"])
+        assert all(other["record"] == of_ranks[0]["record"] for other in of_ranks)
 
 
 def assert_same_record(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -131,6 +68,95 @@ def assert_same_record(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found == expected
 
 
-def same_tensors(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    pairs = zip(one, other, strict=True)
-    return all(torch.equal(x, y) for a, b in pairs for x, y in zip(a, b, strict=True))
+# -- ranks that read different batches ---------------------------------------------------
+
+
+def sampled(rank: int, world: int, seed: int) -> DataLoader[Any]:
+    """A loader whose sampler gives each rank other batches."""
+    batches = list(map(clicks(seed).batch, range(STEPS)))
+    sampler = DistributedSampler(batches, num_replicas=world, rank=rank, seed=seed)  # type: ignore[arg-type, var-annotated]
+    return DataLoader(batches, batch_size=None, sampler=sampler)  # type: ignore[arg-type]
+
+
+def unlike(rank: int, world: int) -> list[str]:
+    drop: dict[str, Any] = {"share": 0.2, "starting_batch": 3}
+    parts = list(clicks().batches(0, 4))
+    last = whole(0, 6)
+    last[5].dense[:, 2] += rank  # one number of each sample
+    cases: list[tuple[Any, Any]] = [
+        (hotrow.RandomDrop(**drop), sampled(rank, world, seed=2)),
+        (hotrow.RandomDrop(**drop), parts),
+        (hotrow.RandomDrop(**drop), last),
+        (slipstream(), list(map(clicks(rank).batch, range(STEPS)))),
+        (slipstream(test=parts, batches_per_epoch=STEPS), clicks().batches(0, STEPS)),
+        (hotrow.RandomDrop(**drop), whole(0, 6 + rank)),
+    ]
+    said = []
+    for system, batches in cases:
+        trainer = trainer_of(model(), system)
+        try:
+            for _ in trainer.run(batches):
+                pass
+            said.append("nothing")
+        except RuntimeError as error:
+            said.append(f"{trainer.step}: {error}")
+    return said
+
+
+def test_ranks_that_read_different_batches_raise_on_all() -> None:
+    results = run(2, unlike, group_timeout=20)
+    assert results[0] == results[1]
+    steps = [int(said.split(":")[0]) for said in results[0]]
+    assert steps[0] == steps[1] == steps[3] == 0
+    for place, (step, said) in enumerate(zip(steps, results[0], strict=True)):
+        what = "what test= gives" if place == 4 else f"a batch for step {step + 1}"
+        assert f": rank 1 has other data than rank 0: {what} differs" in said
+        assert "without a sampler of its own such as DistributedSampler" in said
+    assert steps[2] == 4  # joined from what is left of batches 4 and 5
+    assert steps[4] == 6
+
+
+def stale_elsewhere(rank: int, world: int) -> str:
+    """A rank that has read other rows than the others."""
+    trainer = trainer_of(model(), slipstream(validate_every=0))
+    embedding: Any = trainer.model.embedding
+    weights_at = embedding.weights_at
+    embedding.weights_at = lambda table, rows: (
+        (places, weights * (1 + rank * embedding.steps_seen))
+        for places, weights in weights_at(table, rows)
+    )
+    embedding.steps_seen = 0
+    try:
+        for record in trainer.run(clicks().batches(0, STEPS)):
+            embedding.steps_seen = record.step
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_never_skip_different_samples() -> None:
+    first, second = run(2, stale_elsewhere, group_timeout=20)
+    assert first == second
+    assert first.startswith("rank 1 has other data than rank 0: which rows are stale differs")
+
+
+class Uneven:
+    """Whole batches, some of fewer samples than there are ranks."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(whole(0, 12)):
+            size = (48, 1, 2, 47)[number % 4]
+            yield ClickBatch(batch.dense[:size], batch.sparse[:size], batch.label[:size])
+
+
+def uneven(rank: int, world: int) -> dict[str, Any]:
+    return trained(hotrow.RandomDrop(share=0.3, starting_batch=4), model(), Uneven())
+
+
+def test_batches_may_have_fewer_samples_than_there_are_ranks() -> None:
+    expected, results = uneven(0, 1), run(2, uneven)
+    assert min(expected["samples"]) == 1
+    assert_like_alone(results, expected)

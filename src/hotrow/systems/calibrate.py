@@ -328,8 +328,8 @@ def most_used_first(
     width; None: all that the collection has room for.
     """
     room, chosen = room or embedding.room_for_pins(), dict[str, Tensor]()
-    for group in hot.places.groups:
-        names = [table.name for table in group.tables]
+    for group in embedding.groups:
+        names = [table.name for table in group.layout.tables]
         rows = [hot.rows(name).cpu() for name in names]
         uses = [
             torch.zeros(len(numbers)) if uses_of is None else uses_of(name).cpu()[numbers]
@@ -345,8 +345,8 @@ def most_used_first(
 
 def row_bytes(embedding: EmbeddingBagCollection) -> RowBytes:
     """Return the bytes of a row of each table, with its optimizer state."""
-    sizes = _bytes_by_width(embedding)
-    return {table.name: sizes[table.embedding_dim] for table in embedding.tables}
+    groups = embedding.groups
+    return {table.name: 4 * group.width for group in groups for table in group.layout.tables}
 
 
 def bytes_of_rows(embedding: EmbeddingBagCollection) -> int:
@@ -357,12 +357,8 @@ def bytes_of_rows(embedding: EmbeddingBagCollection) -> int:
 
 def room_for_pins(embedding: EmbeddingBagCollection) -> int:
     """Return the bytes of rows that can be pinned."""
-    sizes = _bytes_by_width(embedding)
-    return sum(sizes[dim] * count for dim, count in embedding.room_for_pins().items())
-
-
-def _bytes_by_width(embedding: EmbeddingBagCollection) -> dict[int, int]:
-    return {group.dim: 4 * group.width for group in embedding.groups}
+    room = embedding.room_for_pins()
+    return sum(4 * group.width * room[group.dim] for group in embedding.groups)
 
 
 class _Choice:
