@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -32,9 +33,8 @@ def model(strategy: str = "lookahead", **options: Any) -> ClickModel:
 
 
 @cache
-def clicks(seed: int = CONFIG.seed) -> SyntheticClicks:
-    config: dict[str, Any] = asdict(CONFIG) | {"seed": seed}
-    return SyntheticClicks(SyntheticConfig(**config))
+def clicks(**changes: Any) -> SyntheticClicks:
+    return SyntheticClicks(SyntheticConfig(**(asdict(CONFIG) | changes)))
 
 
 def whole(first: int, last: int) -> list[ClickBatch]:
@@ -98,7 +98,9 @@ def trained(
         return batch
 
     system.passes = lambda batches: (map(noted, segment) for segment in passes(batches))
-    records = list(trainer.run(batches))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of small budgets
+        records = list(trainer.run(batches))
     return {
         "losses": [x.loss for x in records],
         "samples": [x.samples for x in records],

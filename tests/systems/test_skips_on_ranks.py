@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import hotrow
@@ -73,7 +72,7 @@ def assert_same_record(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def sampled(rank: int, world: int, seed: int) -> DataLoader[Any]:
     """A loader whose sampler gives each rank other batches."""
-    batches = list(map(clicks(seed).batch, range(STEPS)))
+    batches = list(map(clicks(seed=seed).batch, range(STEPS)))
     sampler = DistributedSampler(batches, num_replicas=world, rank=rank, seed=seed)  # type: ignore[arg-type, var-annotated]
     return DataLoader(batches, batch_size=None, sampler=sampler)  # type: ignore[arg-type]
 
@@ -87,7 +86,7 @@ def unlike(rank: int, world: int) -> list[str]:
         (hotrow.RandomDrop(**drop), sampled(rank, world, seed=2)),
         (hotrow.RandomDrop(**drop), parts),
         (hotrow.RandomDrop(**drop), last),
-        (slipstream(), list(map(clicks(rank).batch, range(STEPS)))),
+        (slipstream(), list(map(clicks(seed=rank).batch, range(STEPS)))),
         (slipstream(test=parts, batches_per_epoch=STEPS), clicks().batches(0, STEPS)),
         (hotrow.RandomDrop(**drop), whole(0, 6 + rank)),
     ]

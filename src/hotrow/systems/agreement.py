@@ -34,6 +34,12 @@ def is_first(embedding: EmbeddingBagCollection) -> bool:
     return embedding.ranks is None or embedding.ranks.rank == 0
 
 
+def of_first(embedding: EmbeddingBagCollection, fact: bool) -> bool:
+    """Return what the first rank knows."""
+    known: bool = json.loads(embedding.row_access.meet(json.dumps(fact))[0])
+    return known
+
+
 def first_alone(embedding: EmbeddingBagCollection, work: Callable[[], Result]) -> Result:
     """Do some work on the first rank, and then on the others. What fails on one raises on all."""
     if embedding.ranks is None:

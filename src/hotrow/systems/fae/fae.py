@@ -38,7 +38,7 @@ from hotrow.inputs.samples import Join, Take, check_both
 from hotrow.support.messages import warn
 from hotrow.support.progress import no_progress
 from hotrow.support.units import parse_bytes, show_bytes
-from hotrow.systems.agreement import check_same, first_alone, is_first
+from hotrow.systems.agreement import check_same, first_alone, is_first, of_first
 from hotrow.systems.calibrate import (
     SAMPLED,
     SMALL_TABLE_BYTES,
@@ -442,7 +442,7 @@ class FAE:
             cold_samples=sets.cold.samples,
             hot_batches=sets.hot.batches_per_epoch,
             cold_batches=sets.cold.batches_per_epoch,
-            reused=sets.reused,
+            reused=of_first(embedding, sets.reused),
         )
         return sets
 
