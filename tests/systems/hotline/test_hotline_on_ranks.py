@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -82,7 +83,7 @@ def test_parts_of_popular_samples_differ_by_one(ranks: int) -> None:
             for parts, low, high in ((popular, 0, first), (others, first, size)):
                 assert parts[0][0] == low
                 assert parts[-1][1] == high
-                assert all(a[1] == b[0] for a, b in zip(parts, parts[1:], strict=False))
+                assert all(a[1] == b[0] for a, b in pairwise(parts))
             counts = [b - a for a, b in popular]
             assert max(counts) - min(counts) <= 1
             totals = [(b - a) + (d - c) for (a, b), (c, d) in spans]
