@@ -46,6 +46,7 @@ from hotrow.distributed.ranks import (
 )
 from hotrow.distributed.reads import Reads, Rows
 from hotrow.distributed.shared_rows import SharedRows, SharedWork
+from hotrow.distributed.whole_batches import check_equal
 from hotrow.distributed.wire import Wire, swap_copied
 from hotrow.engine.schedule import at_once
 from hotrow.inputs.batch import BadId, no_lookups
@@ -129,7 +130,6 @@ class Exchange:
             raise ValueError(
                 f"several ranks share tables of at most {_BITS} widths in a collection"
             )
-        self.replicated = [group for group in self.groups if group.replicated is not None]
         self.wire = Wire(ranks, self.groups)
         self.early = EarlyRows(self.wire, lanes, writing)
         self.reads = Reads(self.wire, rows, self.settle_before_reading)
@@ -373,7 +373,7 @@ class Exchange:
         """Return which rows these are, and the way of the gradients."""
         if x.work is None:
             return _OTHER_ROWS, self.groups[place].route(x.ids.cpu())
-        if len(x.ids) == len(x.work.ids.ids):
+        if len(x.ids) == len(x.work.ids.ids) and self.groups[place].is_current(x.work.route):
             return x.work.serial, x.work.route
         return -1 - x.work.serial, self.groups[place].route(x.ids.cpu())
 
@@ -399,7 +399,8 @@ class Exchange:
             if any(copied):
                 own = grads[place].sums if place in grads else None
                 pair = swap_copied(self.wire, group, route, own, copied)
-                came.append(OwnGrads(count + self.replicated.index(group), None, *pair))
+                before = sum(x.replicated is not None for x in self.groups[:place])
+                came.append(OwnGrads(count + before, None, *pair))
             if forms == {_NO_ROWS}:
                 continue
             sums = torch.empty(0, group.dim, device=group.device)
@@ -470,7 +471,9 @@ def _samples_of(headers: Headers, doers: Sequence[bool]) -> list[int]:
             "hotrow.Trainer does not allow, inside of hotrow.join either: give all ranks equally "
             "many batches; those of a rank may have 0 samples"
         )
-    return [headers.words(r, 0, 1)[0] for r in range(len(doers))]
+    samples, checksums = zip(*(headers.words(r, 0, 2) for r in range(len(doers))), strict=True)
+    check_equal(checksums, f"a batch for step {headers.column(SERIAL)[0]:,}")
+    return list(samples)
 
 
 def _check_steps(headers: Headers, doers: Sequence[bool]) -> None:

@@ -377,7 +377,8 @@ class EmbeddingBagCollection(TorchSurface):
         which must hold a batch: `room_for_pins()` says how many rows can be pinned. If there are
         more, every table of the width keeps the same share of its rows, the first ones. Padding
         rows of tables without pooling are also pinned, since most samples read them. Returns the
-        pinned rows.
+        pinned rows. Several ranks call it together with the same rows, which each of them has then,
+        instead of those that `replicate=` has chosen; its bytes, beside the budget, are the room.
         """
         return self.pins.pin_rows(rows)
 
@@ -503,7 +504,7 @@ class EmbeddingBagCollection(TorchSurface):
     def sent_bytes(self) -> dict[str, int]:
         """Return the bytes that this rank has sent to others so far: "ids" that it looks up, and
         marks of rows that are late; "rows" that others look up, "early rows" of these, while the
-        batch before trained; and "grads" of rows that others own."""
+        batch before trained; "grads" of rows that others own; and "pins", rows that others pin."""
         return self._rows.sent_bytes()
 
     def chunk_seconds(self) -> float:
