@@ -206,6 +206,12 @@ class RankRecord(Counted):
     fast_bytes: int  # of fast memory: slots, replicas and all that belongs to them
     host_bytes: int  # of its process in host memory, at the most
     chunked_batches: int = 0  # whose rows did not fit its slots together
+    evicted_rows: int = 0
+    loaded_rows: int = 0  # fetched to be pinned, before any lookup
+
+    @property
+    def rows_moved(self) -> int:
+        return self.fetched_rows + self.loaded_rows + self.evicted_rows
 
     @property
     def bytes_moved(self) -> int:
@@ -286,6 +292,7 @@ class Figures:
     normalised_entropy: float = math.nan
     slow_run: float = math.nan  # `whole_run` of the slowest repetition
     fast_run: float = math.nan  # and of the fastest
+    ranks: tuple[RankRecord, ...] = ()  # of several ranks; `memory` is that of rank 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +314,7 @@ class ComparisonRecord:
     notes: tuple[str, ...]
     strategies: tuple[Figures, ...]
     advice: str = ""
+    ranks: int = 1  # that trained each strategy; the budget is that of each rank
 
 
 @dataclass(frozen=True, slots=True)
