@@ -84,7 +84,8 @@ def ending_together(ranks: RunRanks) -> Iterator[None]:
         end = _end_of(error, ranks)
         is_silent = reports is not None or not ranks.failed_first
         _report(reports, ranks.rank, end)
-        _report_to_torch(end)
+        if not end.is_lost:
+            _report_to_torch(end.text if ranks.failed_first else "another rank has failed before")
         ranks.close(has_failed=True)
         if is_silent:
             raise typer.Exit(end.code) from None
@@ -112,13 +113,13 @@ def _report(reports: str | None, rank: int, end: _End) -> None:
             Disk(Path(reports)).write(f"{rank}.json", [json.dumps(asdict(end)).encode()])
 
 
-def _report_to_torch(end: _End) -> None:
-    """Let the table that torchrun prints have the sentence."""
+def _report_to_torch(text: str) -> None:
+    """Let the table that torchrun prints have a sentence in the place of a traceback."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
+        facts = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with suppress(OSError):
-            error = {"message": end.text, "timestamp": str(int(end.at))}
-            Path(path).write_text(json.dumps(error))
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": facts}}))
 
 
 class Warner(Protocol):
@@ -226,8 +227,8 @@ def _how(exit_code: int) -> str:
     if exit_code >= 0:
         return f"ended with exit code {exit_code}, and did not say why"
     name = signal.Signals(-exit_code).name
-    text = f"was killed by {name}"
-    return f"{text}, as a system does whose memory is full" if name == "SIGKILL" else text
+    why = ", as a system does whose memory is full" if name == "SIGKILL" else ""
+    return f"was killed by {name}{why}; if the run has a checkpoint, --resume goes on from it"
 
 
 def _ends(reports: Path, ranks: int) -> dict[int, _End]:

@@ -172,9 +172,10 @@ class RunRanks(Together):
             return self.rank == 1
 
     def described(self, error: BaseException) -> str:
-        """Return the text of an error with the rank that raised it, where that matters."""
+        """Return the text of an error with the rank that raised it, where that matters: settings
+        are the same for all ranks."""
         text = str(error) or type(error).__name__
-        is_named = self.size == 1 or self.failed_alike or text.startswith(("rank ", "ranks "))
+        is_named = self.is_alone or self.failed_alike or text.startswith(("rank ", "ranks "))
         return text if is_named else f"rank {self.rank}: {text}"
 
     def close(self, *, has_failed: bool = False) -> None:
