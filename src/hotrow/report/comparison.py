@@ -89,8 +89,8 @@ def _table(record: ComparisonRecord) -> Table:
     of_each = " of a rank" if record.ranks > 1 else ""
     heads = (
         "strategy", "contract", "samples/s", "samples/s of a step, p50 (p20-p80)",
-        f"speed-up{over}", f"fast memory{of_each}", "hit rate", "rows/sample", "bytes/sample", "samples",
-        "AUC", "log-loss", _EQUAL,
+        f"speed-up{over}", f"fast memory{of_each}", "hit rate", "rows/sample", "bytes/sample",
+        "samples", "AUC", "log-loss", _EQUAL,
     )  # fmt: skip
     rows = [_cells(figures) for figures in record.strategies]
     bad = {(place, _EQUAL) for place, row in enumerate(rows) if row[-1] in ("no", "failed")}

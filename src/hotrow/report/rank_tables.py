@@ -44,10 +44,10 @@ _PLACES: dict[str, Callable[[RankRecord], str]] = {
     "process memory": lambda x: show_bytes(x.host_bytes),
 }
 _SENT = {
-    "ids/sample": ("ids",),
-    "rows/sample": ("rows",),
-    "gradients/sample": ("grads",),
     "sent/sample": ("ids", "rows", "grads"),
+    "ids": ("ids",),
+    "rows": ("rows",),
+    "gradients": ("grads",),
 }
 _IN_BALANCE = ("lookups", "rows served", "host link", "sent", "waited")
 _EXPLAINED = (
@@ -89,7 +89,12 @@ def comparison_parts(strategies: Sequence[Figures]) -> list[Part]:
         for figures in strategies
         if figures.ranks and figures.samples
     ]
-    heads = ["strategy", *_SENT, "waited, of training", *(f"{x}: balance" for x in _IN_BALANCE)]
+    heads = [
+        "strategy",
+        *_SENT,
+        "waited, of training",
+        *(f"{x}: largest / mean" for x in _IN_BALANCE),
+    ]
     note = (
         "Bytes per sample that all ranks together have sent to others, in the first repetition; "
         "the share of training in which ranks waited for others, on average; and the largest "

@@ -23,6 +23,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from hotrow.distributed.ranks import RankError
 from hotrow.embedding.arguments import usable_device
 from hotrow.inputs.rank_part import HeldBatches, whole_batches
 from hotrow.inputs.tree import tensors_in
@@ -236,6 +237,8 @@ class Comparison:
         try:
             yield turn
             yield from self._train(entry, turn)
+        except RankError:  # another rank has failed, and waits for nothing any more
+            raise
         except Exception as error:  # the other strategies go on
             failure = Failure.of(error)
         finally:

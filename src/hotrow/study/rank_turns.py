@@ -27,7 +27,6 @@ class Failure:
 
     message: str
     traceback: str = ""  # where, if it was unexpected
-    is_lost: bool = False  # another rank has failed before
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
@@ -36,7 +35,6 @@ class Failure:
         return cls(
             message=text if is_expected and text else f"{type(error).__name__}: {text}",
             traceback="" if is_expected else traceback.format_exc(),
-            is_lost=isinstance(error, RankError),
         )
 
 
@@ -71,7 +69,7 @@ def agree(strategy: str, failure: Failure | None, device: str) -> Failure | None
     if failure is None:
         rank, first = failed[0]
         raise RankError(f"{strategy} failed on rank {rank} alone: {first.message}")
-    return next((x for _, x in failed if not x.is_lost), failed[0][1])
+    return failed[0][1]
 
 
 def open_reference(team: RunRanks, folder: Path, tolerance: Tolerance) -> Reference:
