@@ -332,21 +332,13 @@ class Comparison:
         """Keep all-fast's values, if a strategy does not promise equal bits and there is room."""
         if all(entry.kind.contract == "exact" for entry in self.entries):
             return None
-        self._why_no_distance = self._team.from_first(self._find_no_room)
+        self._why_no_distance = self._team.from_first(
+            lambda: _why_no_room(self._folder, self.rows_bytes, self._spare_bytes)
+        )
         if self._why_no_distance:
             return None
         self._reference = open_reference(self._team, self._folder, self._tolerance)
         return self._reference
-
-    def _find_no_room(self) -> str:
-        """Return why all-fast's rows have no room on the disk; empty: they have."""
-        free = shutil.disk_usage(self._folder).free
-        if self.rows_bytes + self._spare_bytes <= free:
-            return ""
-        return (
-            f"to tell how far apart values are, {show_bytes(self.rows_bytes)} of all-fast's "
-            f"rows must lie on the disk of {self._folder}, which has {show_bytes(free)} free"
-        )
 
     def _likeness(self, entry: Entry, system: System, tally: Tally, bits: Bits) -> tuple[str, str]:
         first = self.entries[0]
@@ -428,20 +420,14 @@ class Comparison:
                 name: getattr(self._tolerance, name)
                 for name in ("relative", "absolute", "outliers")
             },
-            notes=(*self._notes, *self._over_budget(), *self._beside_controls()),
+            notes=(
+                *self._notes,
+                *_over_budget(self.entries, self.budget_bytes),
+                *self._beside_controls(),
+            ),
             strategies=tuple(self._figures(entry, pace) for entry in self.entries),
             ranks=self._team.size,
         )
-
-    def _over_budget(self) -> Iterator[str]:
-        """Note strategies whose fast memory exceeds the budget, because batches need it."""
-        for entry in self.entries:
-            over = sum(entry.figures.memory.values()) - self.budget_bytes
-            if entry.kind.is_budgeted and over > 0:
-                yield (
-                    f"{entry.kind.name} takes {show_bytes(over)} of fast memory beyond the budget "
-                    f"of {show_bytes(self.budget_bytes)}: batches need that much beside its slots"
-                )
 
     def _beside_controls(self) -> Iterator[str]:
         """Note whether dropping stale samples was better than dropping as many at random."""
@@ -510,6 +496,28 @@ class Comparison:
             return "unfinished" if entry.done else "not run"
         assert entry.tally is not None
         return "diverged" if math.isnan(entry.tally.loss) else "finished"
+
+
+def _over_budget(entries: Sequence[Entry], budget_bytes: int) -> Iterator[str]:
+    """Note strategies whose fast memory exceeds the budget, because batches need it."""
+    for entry in entries:
+        over = sum(entry.figures.memory.values()) - budget_bytes
+        if entry.kind.is_budgeted and over > 0:
+            yield (
+                f"{entry.kind.name} takes {show_bytes(over)} of fast memory beyond the budget of "
+                f"{show_bytes(budget_bytes)}: batches need that much beside its slots"
+            )
+
+
+def _why_no_room(folder: Path, rows_bytes: int, spare_bytes: int) -> str:
+    """Return why all-fast's rows have no room on the disk; empty: they have."""
+    free = shutil.disk_usage(folder).free
+    if rows_bytes + spare_bytes <= free:
+        return ""
+    return (
+        f"to tell how far apart values are, {show_bytes(rows_bytes)} of all-fast's rows must lie "
+        f"on the disk of {folder}, which has {show_bytes(free)} free"
+    )
 
 
 class _Clock:

@@ -127,20 +127,25 @@ class Times:
     rows_seconds: float
     waited: float = math.nan  # mean over the steps in which it was measured
     chunk_seconds: float = 0.0
+    rank_seconds: float = 0.0  # waiting for other ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
     """What a run waits for most."""
 
-    part: str  # "link", "planning", "chunks", "loader" or "dense part"
+    part: str  # "link", "planning", "chunks", "loader", "ranks" or "dense part"
     share: float  # of a step's time
     message: str  # with what to change
 
     @property
     def name(self) -> str:
         """The part in words."""
-        others = {"planning": "planning", "chunks": "a budget too small for batches"}
+        others = {
+            "planning": "planning",
+            "chunks": "a budget too small for batches",
+            "ranks": "what ranks exchange",
+        }
         return others.get(self.part, f"the {self.part}")
 
     @property
