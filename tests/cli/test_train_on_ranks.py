@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from hotrow.run.saving import Saving
 from rank_processes import run
 
 RUN_TOML = (
-    SMALL.replace("160", "112").replace('"small"', '"small"\nthreads = 1')
+    SMALL.replace("160", "112").replace("400", "1200").replace('"small"', '"small"\nthreads = 1')
     + """
 [training]
 epochs = 2
@@ -72,6 +73,8 @@ def command(
         if patches is not None:
             patches(rank, patch)
         result = hotrow(*words)
+        if result.exit_code:  # the process would end, and its connections with it
+            torch.distributed.destroy_process_group()
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return Ended(result.exit_code, result.stdout, result.stderr)
@@ -301,9 +304,8 @@ def _raises(job: Job) -> None:
     raise ValueError("the fault of a test")
 
 
-def failing(*given: str, at: int, launch: str = "one") -> list[Any]:
-    words = ["train", "run.toml", *settings(*given)]
-    return run(2, command, os.getcwd(), words, _Fails(at, launch=launch), expect_errors=True)
+def failing(*given: str, at: int, launch: str = "one") -> list[Ended]:
+    return train(2, given=given, patches=_Fails(at, launch=launch))
 
 
 def test_an_error_of_one_rank_ends_the_others() -> None:

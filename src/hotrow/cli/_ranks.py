@@ -42,6 +42,7 @@ class _End:
 
     code: int
     text: str = ""  # why it failed
+    reason: str = ""  # the same without the rank
     is_lost: bool = False  # it failed because another rank was gone
     at: float = 0.0
 
@@ -99,12 +100,13 @@ def ending_together(ranks: RunRanks) -> Iterator[None]:
 def _end_of(error: BaseException, ranks: RunRanks) -> _End:
     is_lost = isinstance(error, RankError)
     if isinstance(error, KeyboardInterrupt):
-        return _End(INTERRUPTED, "; ".join(["interrupted", *map(str, error.args)]), at=time.time())
+        text = "; ".join(["interrupted", *map(str, error.args)])
+        return _End(INTERRUPTED, text, text, at=time.time())
     text, code = ranks.described(error), LOST_RANK if is_lost else USER_ERROR
     if not isinstance(error, _SENTENCES):
         lines = "".join(traceback.format_exception(error))
         text, code = f"{lines}rank {ranks.rank}: {type(error).__name__}: {error}", 1
-    return _End(code, text, is_lost, time.time())
+    return _End(code, text, str(error), is_lost, time.time())
 
 
 def _report(reports: str | None, rank: int, end: _End) -> None:
@@ -211,7 +213,9 @@ def _conclude(
         typer.echo(max(said, key=len, default="interrupted"), err=True)
         return INTERRUPTED
     if own:
-        typer.echo(own[0].text if own[0].code == 1 else f"error: {own[0].text}", err=True)
+        is_same = len(own) > 1 and len({end.reason for end in own}) == 1
+        text = own[0].reason if is_same else own[0].text
+        typer.echo(own[0].text if own[0].code == 1 else f"error: {text}", err=True)
         return own[0].code
     for rank, failure in sorted(failures.items()):
         if rank not in ends:  # it could not say how it ended
