@@ -94,7 +94,7 @@ def trained(
     def noted(batch: Any) -> Any:
         is_parted = isinstance(batch, Parted)
         first.append(batch.first if is_parted else 0)
-        seen.append([x.clone() for x in tensors_in(batch.batch if is_parted else batch)])
+        seen.append([x.cpu().clone() for x in tensors_in(batch.batch if is_parted else batch)])
         return batch
 
     system.passes = lambda batches: (map(noted, segment) for segment in passes(batches))
