@@ -134,7 +134,7 @@ class SharedRows:
         be taken later, such as those with other state."""
         self.inner, self.replicas = inner, replicas
         self.dim, self.width, self.device = inner.dim, inner.width, inner.device
-        self.pooling: HostPooling = inner.arithmetic.pooling(self.output_dtype)
+        self.pooling: HostPooling = inner.pooling(self.output_dtype)
         self.capture = AroundGraph(self.dim, self.output_dtype, self.device)
 
     @property

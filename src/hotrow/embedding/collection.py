@@ -23,7 +23,7 @@ from hotrow.embedding import dense_steps
 from hotrow.embedding.arguments import (
     check_alike,
     check_arguments,
-    check_ranks,
+    check_replicas,
     describe_profile,
     drawn_seed,
     first_seed,
@@ -136,7 +136,7 @@ class EmbeddingBagCollection(TorchSurface):
         chosen = find_strategy(strategy)
         if self.ranks is not None:
             self._thread.begin_here()  # others read in process groups of their own from the start
-            check_ranks(self.ranks, chosen, replicate if update == "step" else None)
+            check_replicas(update, replicate)
             settings = (self.update, idle, on_nonfinite, output_dtype, is_weighted, replicate)
             facts = {
                 "hotrow": __version__, "torch": torch.__version__, "tables": self.tables,
