@@ -16,6 +16,7 @@ from torch import Tensor
 
 import hotrow
 import rank_programs
+import rank_steps
 import hotrow.engine.tuning as tuning
 from hotrow.engine.host.rows import HostRows
 from builders import RULES, pairwise
@@ -88,4 +89,11 @@ PROGRAMS = [0, 1, 4, 5, 6, 9, 14, 16, 17, 22, 23, 26, 35]
 
 def test_programs_train_like_all_fast() -> None:
     for said in run(2, rank_programs.differences, PROGRAMS, plain=False, on_host=True, timeout=300):
+        assert not said, "\n".join(said)
+
+
+@pytest.mark.parametrize("of", ["torch", "convert"])
+def test_steps_of_optimizers(of: str) -> None:
+    cases = rank_steps.cases(of, every=False, strategies=STRATEGIES)
+    for said in run(2, rank_steps.differences, cases[::11], timeout=300):
         assert not said, "\n".join(said)
