@@ -162,9 +162,7 @@ def test_incremental_ones_and_models(
     tmp_path: Path,
 ) -> None:  # fmt: skip
     """Also where they are read: in a process without torch.distributed."""
-    (kept, written), *_ = run(
-        before, saved_in_steps, tmp_path, background, replicate[0], strategy
-    )
+    (kept, written), *_ = run(before, saved_in_steps, tmp_path, background, replicate[0], strategy)
     assert written == [True] * 3 * background
     found = saved_in(tmp_path / "checkpoints")
     steps = [1, 3, 4] if background else [1, 3]

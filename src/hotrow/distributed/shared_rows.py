@@ -120,7 +120,7 @@ class SharedRows:
     """Rows of one width that all ranks share."""
 
     active = True
-    capture: AroundGraph
+    capture: AroundGraph | None = None
 
     def __init__(
         self, owners: GroupOwners, replicated: Tensor | None, output_dtype: torch.dtype
@@ -135,7 +135,8 @@ class SharedRows:
         self.inner, self.replicas = inner, replicas
         self.dim, self.width, self.device = inner.dim, inner.width, inner.device
         self.pooling: HostPooling = inner.pooling(self.output_dtype)
-        self.capture = AroundGraph(self.dim, self.output_dtype, self.device)
+        if self.capture is None:
+            self.capture = AroundGraph(self.dim, self.output_dtype, self.device)
 
     @property
     def planning(self) -> SharedPlanning:
@@ -198,6 +199,7 @@ class SharedRows:
         """Return one vector per bag, [bags, dim]. `x` has the weights."""
         if capturing():
             # A copy: a model may change what it gets.
+            assert self.capture is not None
             return self.capture.boundary_of(work).vectors.clone()
         assert work.vectors is not None
         return self.pooling.pool(work.vectors, work.ids, x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,18 +87,19 @@ class Pins:
 
     def train_on_host(self) -> int:
         rows = self._rows
-        self._refuse_ranks("train_on_host()")
         self._pipeline.refuse_if_running("train_on_host()")
-        if self.is_on_host:
-            return 0
-        if not rows.strategy.has_slots:
+        if not (rows.strategy.has_slots or self.is_on_host):
             raise ValueError(
                 f"strategy {rows.strategy.name!r} has no rows that come and go, so there is "
                 "nothing to change: train_on_host() is for those with a budget, such as 'static'"
             )
+        rows.check_call("train_on_host()")
+        if self.is_on_host:
+            return 0
         if rows.inactive is None:
             strategy = STRATEGIES["hybrid"]
-            groups = [host_rows_over(group, strategy) for group in rows.slot_groups]
+            owned: Sequence[Any] = rows.owned_groups
+            groups = [host_rows_over(group, strategy) for group in owned]
             rows.inactive = InactiveEngine(groups, strategy, 0)
         with rows.lock.writing():
             for group in rows.slot_groups:
@@ -108,6 +110,7 @@ class Pins:
     def train_in_slots(self) -> int:
         rows = self._rows
         self._pipeline.refuse_if_running("train_in_slots()")
+        rows.check_call("train_in_slots()")
         if not self.is_on_host:
             return 0
         with rows.lock.writing():

@@ -1,0 +1,265 @@
+"""One store on each rank, two engines in turn: rows in slots, or rows that the CPU updates.
+
+On a CPU every bit is that of all-fast. rank_cases.py has the batches and the loop.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import hotrow
+from builders import readout
+from hotrow.engine.host.rows import HostRows
+from rank_cases import STEPS, TABLES, TOLERANCE, build, few_shards, form_of, parts, tables_of, train
+from rank_processes import run
+
+CASES: list[dict[str, str]] = [
+    {"strategy": "static", "rule": "adagrad", "tables": "bags", "form": "kjt", "ids": "uneven"},
+    {"strategy": "static", "rule": "adam", "tables": "bags", "form": "dense", "ids": "hot"},
+    {"strategy": "static", "rule": "sgd", "tables": "weighted", "form": "kjt", "ids": "uneven"},
+    {"strategy": "lookahead", "rule": "row-wise", "tables": "mixed", "form": "kjt", "ids": "few"},
+    {"strategy": "lru", "rule": "adamw", "tables": "unpooled", "form": "kjt",
+     "ids": "one rank without"},
+    {"strategy": "scratchpipe", "rule": "adam", "tables": "mixed", "form": "dense",
+     "ids": "uneven"},
+    {"strategy": "uncached", "rule": "adagrad", "tables": "unpooled", "form": "dense",
+     "ids": "same"},
+]  # fmt: skip
+BATCHES = {"tables": "bags", "form": "kjt", "ids": "uneven"}
+
+
+def with_slots(choice: dict[str, str], strategy: str = "static", **options: Any) -> Any:
+    shares = [
+        hotrow.Share(90, 64, True) for _ in {x.embedding_dim for x in TABLES[choice["tables"]]}
+    ]
+    return build(choice, strategy, budget=hotrow.Budget(tuple(shares), 1 << 13), **options)
+
+
+def batches_of(choice: dict[str, str], rank: int, world: int, count: int = STEPS) -> list[Any]:
+    every = [parts(choice, number, world)[rank] for number in range(count)]
+    return [part.features(form_of(choice)) for part in every]
+
+
+def change(embedding: Any, on_host: bool) -> int:
+    moved: int = embedding.train_on_host() if on_host else embedding.train_in_slots()
+    return moved
+
+
+def alike(found: Tensor, expected: Tensor) -> bool:
+    """Whether values are equal; of a GPU up to rounding, as the CPU's sums are in another order."""
+    if found.device.type == "cpu" and not torch.cuda.is_available():
+        return torch.equal(found, expected)
+    return torch.allclose(found.float(), expected.float(), **TOLERANCE)
+
+
+def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    return [name for name, x in found.items() if not alike(x, expected[name])]
+
+
+def in_turn(
+    rank: int, world: int, choices: Sequence[dict[str, str]], device: str = "cpu"
+) -> list[str]:
+    """Say what differs from all-fast on this rank."""
+    said = []
+    for choice in choices:
+        with few_shards():
+            fast = build(choice, device=device)
+            slow = with_slots(choice, choice["strategy"], device=device)
+            losses = train(fast, batches_of(choice, rank, world), "ahead")
+            found, batches = [], batches_of(choice, rank, world)
+            for place, first in enumerate(range(0, len(batches), 3)):
+                change(slow, on_host=place % 2 == 1)
+                found += train(slow, batches[first : first + 3], "ahead")
+            pairs = list(zip(found, losses, strict=True))
+            said += [f"{choice}: loss {x} instead of {y}" for x, y in pairs if not alike(x, y)]
+            if not slow.traffic().evicted_rows:
+                said.append(f"{choice}: no row has left its slot")
+            unlike = differing(tables_of(slow), tables_of(fast))
+            said += [f"{choice}: {name} differs" for name in unlike]
+    return said
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_engines_in_turn_give_the_bits_of_all_fast(world: int) -> None:
+    for said in run(world, in_turn, CASES, timeout=200):
+        assert not said, "\n".join(said)
+
+
+@pytest.mark.gpu
+def test_engines_in_turn_on_a_gpu_train_like_all_fast() -> None:
+    cases = [case for case in CASES if case["tables"] != "weighted"]  # whose gradients are here
+    for said in run(2, in_turn, cases, "cuda", timeout=200):
+        assert not said, "\n".join(said)
+
+
+def moved(rank: int, world: int) -> list[str]:
+    """Both engines have one store on each rank, and say what this rank has copied."""
+    embedding = with_slots({**BATCHES, "rule": "adagrad"})
+    train(embedding, batches_of(BATCHES, rank, world, 3), "ahead")
+    slots = list(embedding.groups)
+    size = sum(4 * group.width * group.count_resident() for group in slots)
+    facts = {
+        "rows are in slots": size > 0,
+        "bytes to the host": embedding.train_on_host() == size,
+        "nothing the second time": embedding.train_on_host() == 0,
+        "the host": all(isinstance(group, HostRows) for group in embedding.groups),
+        "strategy": embedding.strategy.name == "hybrid",
+        "stores": [x.store for x in embedding.groups] == [x.store for x in slots],
+    }
+    host = list(embedding.groups)
+    train(embedding, batches_of(BATCHES, rank, world, 2), "ahead")
+    facts |= {
+        "bytes to slots": embedding.train_in_slots() == size,
+        "nothing again": embedding.train_in_slots() == 0,
+        "slots": list(embedding.groups) == slots,
+    }
+    embedding.train_on_host()
+    facts["not made anew"] = list(embedding.groups) == host
+    return [name for name, holds in facts.items() if not holds]
+
+
+def test_both_engines_have_one_store_and_say_what_moved() -> None:
+    assert run(2, moved) == [[], []]
+
+
+def with_changes(rank: int, world: int) -> list[str]:
+    """Evaluation, replaced weights and frozen rows hold on either engine."""
+    said: list[str] = []
+    choice = {**BATCHES, "rule": "adam"}
+    slow, fast = with_slots(choice), build(choice)
+    frozen: list[Any] = [
+        {"a": torch.arange(60)},
+        None,
+        {"b": torch.arange(90)},
+        {"a": torch.arange(9)},
+    ]
+    for place, rows in enumerate(frozen):
+        if place % 2:
+            change(slow, on_host=False)
+        for embedding in (slow, fast):
+            embedding.freeze_rows(rows)
+        if place % 2 == 0:
+            change(slow, on_host=True)
+        batches = batches_of(choice, rank, world, 3 * place + 3)[3 * place :]
+        for embedding in (slow, fast):
+            train(embedding, batches, "ahead")
+            embedding.load_weights("a", 5, torch.full((30, 4), 0.1 * place))
+        with torch.no_grad():
+            vectors = [embedding(batches[0]).values() for embedding in (slow, fast)]
+        if not torch.equal(*vectors):
+            said.append(f"vectors of turn {place}")
+        said += [f"{name} in turn {place}" for name in differing(tables_of(slow), tables_of(fast))]
+    return said
+
+
+def test_rows_are_the_newest_on_either_engine() -> None:
+    assert run(2, with_changes) == [[], []]
+
+
+# -- what ranks do together ------------------------------------------------------------------
+
+
+def one_rank_changes(rank: int, world: int, on_host: bool, other: str) -> str:
+    embedding = with_slots({**BATCHES, "rule": "sgd"})
+    train(embedding, batches_of(BATCHES, rank, world, 1), "direct")
+    if not on_host:
+        embedding.train_on_host()
+    try:
+        if rank == 1:
+            change(embedding, on_host)
+        elif other == "the opposite":
+            change(embedding, not on_host)
+        elif other == "trains":
+            train(embedding, batches_of(BATCHES, rank, world, 1), "direct")
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(("on_host", "other"), [(True, "the opposite"), (True, "trains"),
+                                                (False, "trains"), (False, "ends")])  # fmt: skip
+def test_a_rank_that_changes_engines_alone_is_refused(on_host: bool, other: str) -> None:
+    expected = {
+        "the opposite": "all ranks have to call train_in_slots(); rank 1 calls train_on_host()",
+        "trains": "ranks do different things: ",
+        "ends": "another rank has ended, or did not answer in time",
+    }
+    said = run(2, one_rank_changes, on_host, other, expect_errors=True, group_timeout=4)
+    assert expected[other] in said[1]
+    assert other == "ends" or said[0] == said[1]
+
+
+def late_backward(rank: int, world: int, to_host: bool) -> list[str]:
+    embedding = with_slots({**BATCHES, "rule": "adagrad"})
+    batch = batches_of(BATCHES, rank, world, 1)[0]
+    change(embedding, not to_host)
+    loss = readout(embedding(batch))
+    change(embedding, to_host)
+    before = tables_of(embedding)
+    said = []
+    try:
+        loss.backward()
+        said.append("nothing was raised")
+    except RuntimeError as error:
+        said += [] if "call backward() before these" in str(error) else [str(error)]
+    said += differing(tables_of(embedding), before)
+    train(embedding, [batch], "ahead")  # training goes on
+    said += [] if differing(tables_of(embedding), before) else ["no row was trained"]
+    return said
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_a_backward_pass_from_before_a_change_is_refused(to_host: bool) -> None:
+    assert run(2, late_backward, to_host, group_timeout=20) == [[], []]
+
+
+def beside_threads(rank: int, world: int, replicate: int) -> list[str]:
+    """Each vector that a thread reads is of some finished step, whichever engine trains."""
+    choice = {**BATCHES, "rule": "adagrad"}
+    slow, fast = with_slots(choice, replicate=replicate), build(choice)
+    probe = torch.arange(40).repeat(4, 1).T.contiguous()
+    history, read, errors, ended = [], list[Tensor](), list[BaseException](), threading.Event()
+
+    def watch() -> None:
+        try:
+            with torch.no_grad():
+                for _ in range(60):  # of all ranks together
+                    read.append(slow(probe)["f"])
+        except BaseException as error:
+            errors.append(error)
+        ended.set()
+
+    def note() -> None:
+        with torch.no_grad():
+            history.append(fast(probe)["f"])
+
+    note()
+    thread, turn = threading.Thread(target=watch), 0
+    dist.barrier()
+    thread.start()
+    while turn < 8:
+        change(slow, on_host=turn % 2 == 0)
+        for embedding in (fast, slow):
+            train(embedding, batches_of(choice, rank, world, turn + 1)[turn:], "direct")
+            if embedding is fast:
+                note()
+        turn += 1
+    thread.join()
+    said = [repr(error) for error in errors]
+    for vectors in read:
+        steps = torch.stack([(vectors == past).all(1) for past in history])
+        if not bool(steps.any(0).all()):
+            said.append("a thread has read a vector of no finished step")
+    return [*said, *differing(tables_of(slow), tables_of(fast))]
+
+
+@pytest.mark.parametrize("replicate", [0])
+def test_threads_read_while_engines_change(replicate: int) -> None:
+    assert run(2, beside_threads, replicate, timeout=120, group_timeout=30) == [[], []]
