@@ -1,8 +1,8 @@
 """The programs of tests/embedding that step torch's optimizers, on several ranks.
 
 With equal batches on all ranks, the average of their gradients is that of one: programs must mean
-what they mean in plain torch. With batches of their own, ranks must have the bits of all-fast; rows on
-the host up to rounding.
+what they mean in plain torch. With batches of their own, ranks must have the bits of all-fast, and
+with rows on the host its numbers up to rounding.
 """
 
 from __future__ import annotations

@@ -17,29 +17,49 @@ from torch import Tensor
 import hotrow
 from builders import readout
 from hotrow.engine.host.rows import HostRows
-from rank_cases import STEPS, TABLES, TOLERANCE, build, few_shards, form_of, parts, tables_of, train
+from rank_cases import (
+    STEPS,
+    TABLES,
+    TOLERANCE,
+    build,
+    few_shards,
+    form_of,
+    parts,
+    replicas_of,
+    tables_of,
+    train,
+)
 from rank_processes import run
 
 CASES: list[dict[str, str]] = [
-    {"strategy": "static", "rule": "adagrad", "tables": "bags", "form": "kjt", "ids": "uneven"},
-    {"strategy": "static", "rule": "adam", "tables": "bags", "form": "dense", "ids": "hot"},
-    {"strategy": "static", "rule": "sgd", "tables": "weighted", "form": "kjt", "ids": "uneven"},
-    {"strategy": "lookahead", "rule": "row-wise", "tables": "mixed", "form": "kjt", "ids": "few"},
+    {"strategy": "static", "rule": "adagrad", "tables": "bags", "form": "kjt", "ids": "uneven",
+     "replicate": "hot rows"},
+    {"strategy": "static", "rule": "adam", "tables": "bags", "form": "dense", "ids": "hot",
+     "replicate": "nothing"},
+    {"strategy": "static", "rule": "sgd", "tables": "weighted", "form": "kjt", "ids": "uneven",
+     "replicate": "hot rows"},
+    {"strategy": "lookahead", "rule": "row-wise", "tables": "mixed", "form": "kjt", "ids": "few",
+     "replicate": "one table"},
     {"strategy": "lru", "rule": "adamw", "tables": "unpooled", "form": "kjt",
-     "ids": "one rank without"},
+     "ids": "one rank without", "replicate": "nothing"},
     {"strategy": "scratchpipe", "rule": "adam", "tables": "mixed", "form": "dense",
-     "ids": "uneven"},
+     "ids": "uneven", "replicate": "hot rows"},
     {"strategy": "uncached", "rule": "adagrad", "tables": "unpooled", "form": "dense",
-     "ids": "same"},
+     "ids": "same", "replicate": "one table"},
 ]  # fmt: skip
 BATCHES = {"tables": "bags", "form": "kjt", "ids": "uneven"}
 
 
 def with_slots(choice: dict[str, str], strategy: str = "static", **options: Any) -> Any:
-    shares = [
-        hotrow.Share(90, 64, True) for _ in {x.embedding_dim for x in TABLES[choice["tables"]]}
-    ]
-    return build(choice, strategy, budget=hotrow.Budget(tuple(shares), 1 << 13), **options)
+    widths = {table.embedding_dim for table in TABLES[choice["tables"]]}
+    budget = hotrow.Budget((hotrow.Share(90, 64, True),) * len(widths), 1 << 13)
+    return build(choice, strategy, budget=budget, **options)
+
+
+def pin(embedding: Any, part: int) -> Any:
+    """Keep other rows on every rank than before."""
+    tables = embedding.tables
+    return embedding.pin_rows({x.name: torch.arange(part, x.num_embeddings, 3) for x in tables})
 
 
 def batches_of(choice: dict[str, str], rank: int, world: int, count: int = STEPS) -> list[Any]:
@@ -71,11 +91,14 @@ def in_turn(
     for choice in choices:
         with few_shards():
             fast = build(choice, device=device)
-            slow = with_slots(choice, choice["strategy"], device=device)
+            options = {"device": device, **replicas_of(choice, world)}
+            slow = with_slots(choice, choice["strategy"], **options)
             losses = train(fast, batches_of(choice, rank, world), "ahead")
             found, batches = [], batches_of(choice, rank, world)
             for place, first in enumerate(range(0, len(batches), 3)):
                 change(slow, on_host=place % 2 == 1)
+                if choice["replicate"] == "hot rows" and slow.strategy.name == "static":
+                    pin(slow, place)
                 found += train(slow, batches[first : first + 3], "ahead")
             pairs = list(zip(found, losses, strict=True))
             said += [f"{choice}: loss {x} instead of {y}" for x, y in pairs if not alike(x, y)]
@@ -101,10 +124,12 @@ def test_engines_in_turn_on_a_gpu_train_like_all_fast() -> None:
 
 def moved(rank: int, world: int) -> list[str]:
     """Both engines have one store on each rank, and say what this rank has copied."""
-    embedding = with_slots({**BATCHES, "rule": "adagrad"})
+    embedding = with_slots({**BATCHES, "rule": "adagrad"}, replicate=1500)
+    pinned, version = pin(embedding, 0), embedding.pins_version
     train(embedding, batches_of(BATCHES, rank, world, 3), "ahead")
-    slots = list(embedding.groups)
+    slots = embedding.groups[:2]
     size = sum(4 * group.width * group.count_resident() for group in slots)
+    size += sum(4 * 2 * x.embedding_dim * len(pinned.rows(x.name)) for x in embedding.tables)
     facts = {
         "rows are in slots": size > 0,
         "bytes to the host": embedding.train_on_host() == size,
@@ -118,7 +143,9 @@ def moved(rank: int, world: int) -> list[str]:
     facts |= {
         "bytes to slots": embedding.train_in_slots() == size,
         "nothing again": embedding.train_in_slots() == 0,
-        "slots": list(embedding.groups) == slots,
+        "slots": embedding.groups[:2] == slots,
+        "replicas": len(embedding.groups) == 4,
+        "pins": embedding.pins_version == version,
     }
     embedding.train_on_host()
     facts["not made anew"] = list(embedding.groups) == host
@@ -129,24 +156,21 @@ def test_both_engines_have_one_store_and_say_what_moved() -> None:
     assert run(2, moved) == [[], []]
 
 
-def with_changes(rank: int, world: int) -> list[str]:
+def with_changes(rank: int, world: int, replicate: int) -> list[str]:
     """Evaluation, replaced weights and frozen rows hold on either engine."""
     said: list[str] = []
     choice = {**BATCHES, "rule": "adam"}
-    slow, fast = with_slots(choice), build(choice)
-    frozen: list[Any] = [
-        {"a": torch.arange(60)},
-        None,
-        {"b": torch.arange(90)},
-        {"a": torch.arange(9)},
-    ]
-    for place, rows in enumerate(frozen):
+    slow, fast = with_slots(choice, replicate=replicate), build(choice)
+    some, few = {"a": torch.arange(60)}, {"a": torch.arange(9)}
+    for place, rows in enumerate([some, None, {"b": torch.arange(90)}, few]):
         if place % 2:
             change(slow, on_host=False)
         for embedding in (slow, fast):
             embedding.freeze_rows(rows)
         if place % 2 == 0:
             change(slow, on_host=True)
+        if place % 2 and replicate:
+            pin(slow, place)
         batches = batches_of(choice, rank, world, 3 * place + 3)[3 * place :]
         for embedding in (slow, fast):
             train(embedding, batches, "ahead")
@@ -159,8 +183,9 @@ def with_changes(rank: int, world: int) -> list[str]:
     return said
 
 
-def test_rows_are_the_newest_on_either_engine() -> None:
-    assert run(2, with_changes) == [[], []]
+@pytest.mark.parametrize("replicate", [0, 1500])
+def test_rows_are_the_newest_on_either_engine(replicate: int) -> None:
+    assert run(2, with_changes, replicate) == [[], []]
 
 
 # -- what ranks do together ------------------------------------------------------------------
@@ -241,11 +266,15 @@ def beside_threads(rank: int, world: int, replicate: int) -> list[str]:
             history.append(fast(probe)["f"])
 
     note()
+    if replicate:
+        pin(slow, 2)
     thread, turn = threading.Thread(target=watch), 0
     dist.barrier()
     thread.start()
     while turn < 8:
         change(slow, on_host=turn % 2 == 0)
+        if replicate and turn % 2:
+            pin(slow, turn // 2 % 3)
         for embedding in (fast, slow):
             train(embedding, batches_of(choice, rank, world, turn + 1)[turn:], "direct")
             if embedding is fast:
@@ -260,6 +289,6 @@ def beside_threads(rank: int, world: int, replicate: int) -> list[str]:
     return [*said, *differing(tables_of(slow), tables_of(fast))]
 
 
-@pytest.mark.parametrize("replicate", [0])
+@pytest.mark.parametrize("replicate", [0, 1500])
 def test_threads_read_while_engines_change(replicate: int) -> None:
     assert run(2, beside_threads, replicate, timeout=120, group_timeout=30) == [[], []]

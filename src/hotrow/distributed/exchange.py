@@ -128,7 +128,6 @@ class Exchange:
             raise ValueError(
                 f"several ranks share tables of at most {_BITS} widths in a collection"
             )
-        self.replicated = [group for group in self.groups if group.replicated is not None]
         self.wire = Wire(ranks, self.groups)
         self.early = EarlyRows(self.wire, lanes, writing)
         self.reads = Reads(self.wire, rows, self.settle_before_reading)
@@ -151,6 +150,11 @@ class Exchange:
         self._fetched: deque[Shared] = deque()
         # Batches that were read ahead, whose early rows can be sent, by their serial numbers.
         self._ahead: dict[int, Shared] = {}
+
+    @property
+    def replicated(self) -> list[SharedRows]:
+        """The groups some of whose rows every rank has."""
+        return [group for group in self.groups if group.replicated is not None]
 
     def serve(self, propose_depth: Callable[[], int]) -> None:
         """Take the method that says how many batches are worth knowing ahead."""
@@ -372,7 +376,7 @@ class Exchange:
         """Return which rows these are, and the way of the gradients."""
         if x.work is None:
             return _OTHER_ROWS, self.groups[place].route(x.ids.cpu())
-        if len(x.ids) == len(x.work.ids.ids):
+        if len(x.ids) == len(x.work.ids.ids) and self.groups[place].is_current(x.work.route):
             return x.work.serial, x.work.route
         return -1 - x.work.serial, self.groups[place].route(x.ids.cpu())
 

@@ -37,6 +37,19 @@ class Parted:
         return replace(self, at_owner=self.at_owner.to(device), here=self.here.to(device))
 
 
+@dataclass(frozen=True)
+class Replicated:
+    """The rows of one width that every rank has."""
+
+    ids: Tensor | None  # ascending; None: there are none
+    group: Any = None  # of these rows
+    choice: int = 0  # how often others were chosen before
+
+    def __post_init__(self) -> None:
+        if self.ids is not None and not len(self.ids):
+            object.__setattr__(self, "ids", None)
+
+
 class SharedWork(SortedWork):
     """One batch's lookups of one width: what this rank looks up, and what all ranks ask of it."""
 
@@ -127,12 +140,13 @@ class SharedRows:
     ) -> None:
         """`replicated`: ids of rows that every rank has, ascending."""
         self.layout, self.owners, self.output_dtype = owners.layout, owners, output_dtype
-        self.replicated = None if replicated is None or not len(replicated) else replicated
+        self._replicas = Replicated(replicated)
 
     def use(self, inner: Any, replicas: Any = None) -> None:
         """Take the group of the rows that this rank owns, and of the replicated rows; others may
         be taken later, such as those with other state."""
-        self.inner, self.replicas = inner, replicas
+        self.inner = inner
+        self._replicas = replace(self._replicas, group=replicas)
         self.dim, self.width, self.device = inner.dim, inner.width, inner.device
         self.pooling: HostPooling = inner.pooling(self.output_dtype)
         if self.capture is None:
@@ -142,6 +156,30 @@ class SharedRows:
     def planning(self) -> SharedPlanning:
         """Not kept: it refers to this object."""
         return SharedPlanning(self)
+
+    # -- rows that every rank has ------------------------------------------------------
+
+    @property
+    def replicated(self) -> Tensor | None:
+        """The ids of the rows that every rank has, ascending; None: there are none."""
+        return self._replicas.ids
+
+    @property
+    def replicas(self) -> Any:
+        """The group of the rows that every rank has."""
+        return self._replicas.group
+
+    def replicate(self, ids: Tensor) -> None:
+        """Keep other rows on every rank, by their ids, ascending; `use_replicas` takes their group.
+        Routes from before do not lead to them."""
+        self._replicas = Replicated(ids, choice=self._replicas.choice + 1)
+
+    def use_replicas(self, group: Any) -> None:
+        self._replicas = replace(self._replicas, group=group)
+
+    def is_current(self, route: Route) -> bool:
+        """Whether a route leads to the rows that every rank has now."""
+        return route.choice == self._replicas.choice
 
     # -- what ranks ask of this one ----------------------------------------------------
 
@@ -169,14 +207,19 @@ class SharedRows:
 
     def route(self, ids: Tensor) -> Route:
         """Return the way of ascending ids to the owners of their rows."""
-        if self.replicated is None:
-            return self.owners.route(ids)
-        at = torch.searchsorted(self.replicated, ids).clamp_(max=len(self.replicated) - 1)
-        is_here = self.replicated[at] == ids
+        chosen = self._replicas  # read once: another thread may choose others
+        if chosen.ids is None:
+            return self.route_to_owners(ids)
+        at = torch.searchsorted(chosen.ids, ids).clamp_(max=len(chosen.ids) - 1)
+        is_here = chosen.ids[at] == ids
         others = (~is_here).nonzero().squeeze(1)
         way = self.owners.route(ids[others])
         here = is_here.nonzero().squeeze(1)
-        return Route(others[way.order], way.numbers, way.counts, here, at[here])
+        return Route(others[way.order], way.numbers, way.counts, here, at[here], chosen.choice)
+
+    def route_to_owners(self, ids: Tensor) -> Route:
+        """Return the way of ascending ids to the owners of their rows, also of replicated ones."""
+        return self.owners.route(ids)._replace(choice=self._replicas.choice)
 
     def vectors_in_order(self, route: Route, vectors: Tensor) -> Tensor:
         """Return vectors, which came owner by owner, in the order of ids; zeros follow them."""

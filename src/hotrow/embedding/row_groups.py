@@ -77,6 +77,7 @@ class RowGroups:
     num_rows: int
     bytes_total: int  # of all rows with their state
     build_again: Callable[[], RowGroups]
+    build_replicas: Callable[[Sequence[SharedRows]], list[Group]]  # those that are chosen now
 
     def __init__(
         self,
@@ -100,6 +101,8 @@ class RowGroups:
         self.waiting_bytes = 0  # of them, at the most so far
         self.counts_sums = False  # the budget has room for them, which a CPU's has not
         self.whole_bytes = 0  # of the budget, for copies of whole tables and their gradients
+        self.room_for_replicas: Mapping[int, int] = {}  # rows of each width that all ranks can have
+        self.replica_choices = 0  # how often others were chosen
 
     def has_state_of(self, rule: RowRule) -> bool:
         """Whether rows have the state of a rule, as it starts."""
@@ -215,7 +218,7 @@ class RowGroups:
     def sent_bytes(self) -> dict[str, int]:
         """Return the bytes that this rank has sent to others, by kind."""
         sent = {} if self.exchange is None else self.exchange.wire.sent
-        return {kind: sent.get(kind, 0) for kind in ("ids", "rows", "early rows", "grads")}
+        return {kind: sent.get(kind, 0) for kind in ("ids", "rows", "early rows", "grads", "pins")}
 
     def switch(self) -> int:
         """Let the inactive engine train; return the bytes of the rows that are in slots."""
@@ -352,8 +355,10 @@ class RowGroups:
     def memory(self) -> dict[str, int]:
         """Return the bytes of fast memory by part."""
         parts: Counter[str] = Counter()
+        replicas = self.groups[len(self.lookup_groups) :]
         for group in self.every_group:
-            parts.update(group.num_bytes())
+            held = group.num_bytes()
+            parts.update({"replicated rows": sum(held.values())} if group in replicas else held)
         for shared in self.lookup_groups if self.is_shared else ():
             parts.update(shared.capture.num_bytes())
         for frozen in {id(group.store): group.store.frozen.bits for group in self.groups}.values():
