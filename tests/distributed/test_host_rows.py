@@ -21,6 +21,7 @@ import rank_steps
 from builders import RULES, pairwise
 from contracts import as_on_gpu
 from hotrow.engine.host.rows import HostRows
+from hotrow.engine.host.table import HostTable
 from rank_cases import (
     STEPS,
     TABLES,
@@ -105,6 +106,29 @@ def checked(world: int, function: Callable[..., Any], *args: Any, **options: Any
 
 def test_rows_on_the_host_train_like_all_fast() -> None:
     checked(2, differences, CHOICES[::2])
+
+
+LATE = {
+    "strategy": "hybrid", "rule": "adagrad", "tables": "bags", "form": "kjt", "ids": "hot",
+    "loader": "ahead", "replicate": "nothing", "link": "bags",
+}  # fmt: skip
+
+
+def unsettled(rank: int, world: int) -> list[str]:
+    """Owners send rows before the update that waits for them."""
+    collect = HostTable.collect
+
+    def early(self: HostTable, plan: Any, *, cross: bool) -> Tensor:
+        with patch.object(HostTable, "settle", lambda self: None):
+            return collect(self, plan, cross=cross)
+
+    with patch.object(HostTable, "collect", early):
+        return differences(rank, world, [LATE])
+
+
+def test_rows_that_are_sent_too_early_are_found() -> None:
+    assert any(run(2, unsettled))
+    checked(2, differences, [LATE])
 
 
 @pytest.mark.slow

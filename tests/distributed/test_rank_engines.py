@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +18,12 @@ from torch import Tensor
 
 import hotrow
 from builders import readout
+from hotrow.checkpoint import Checkpoint
+from hotrow.checkpoint.folder import saved_in
+from hotrow.embedding import replicating
+from hotrow.embedding.row_groups import RowGroups
 from hotrow.engine.host.rows import HostRows
+from hotrow.run.job import same_bits
 from rank_cases import (
     STEPS,
     TABLES,
@@ -30,6 +37,7 @@ from rank_cases import (
     train,
 )
 from rank_processes import run
+from rank_training import OWN, Everything, RankLoop, small_files
 
 CASES: list[dict[str, str]] = [
     {"strategy": "static", "rule": "adagrad", "tables": "bags", "form": "kjt", "ids": "uneven",
@@ -113,6 +121,32 @@ def in_turn(
 def test_engines_in_turn_give_the_bits_of_all_fast(world: int) -> None:
     for said in run(world, in_turn, CASES, timeout=200):
         assert not said, "\n".join(said)
+
+
+def not_written_back(self: RowGroups) -> None:
+    """Owners do not get the rows that every rank had."""
+
+
+def weights_alone(shared: Any, new: Any) -> None:
+    """Replicas come back without their state."""
+    new.values[:, shared.dim :] = 0
+    shared.replicas.scatter(torch.arange(len(new.ids)), new.values)
+
+
+MISTAKES = {
+    "not_written_back": (RowGroups, "write_back_replicas", not_written_back),
+    "weights_alone": (replicating, "_fill", weights_alone),
+}
+
+
+def with_mistake(rank: int, world: int, name: str) -> list[str]:
+    with patch.object(*MISTAKES[name]):
+        return in_turn(rank, world, CASES[:1])
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found(name: str) -> None:
+    assert any(run(2, with_mistake, name))
 
 
 @pytest.mark.gpu
@@ -292,3 +326,48 @@ def beside_threads(rank: int, world: int, replicate: int) -> list[str]:
 @pytest.mark.parametrize("replicate", [0, 1500])
 def test_threads_read_while_engines_change(replicate: int) -> None:
     assert run(2, beside_threads, replicate, timeout=120, group_timeout=30) == [[], []]
+
+
+# -- checkpoints -----------------------------------------------------------------------------
+
+
+def saved_in_turn(rank: int, world: int, folder: Path) -> list[Everything]:
+    """A whole checkpoint of rows in slots, and what has changed since on the host, and in slots."""
+    with small_files():
+        loop, kept = RankLoop(rank, world, strategy="static", replicate="80KiB"), []
+        assert loop.has_replicas
+        for turn in range(3):
+            change(loop.embedding, on_host=turn == 1)
+            loop.train(2 * turn, 2 * turn + 2)
+            loop.save(folder, 2 * turn + 2, full_every=9)
+            kept.append(loop.everything())
+        return kept
+
+
+def loaded_on_host(rank: int, world: int, folder: Path, strategy: str) -> list[Everything]:
+    """What is loaded while either engine trains, and what the other one has then."""
+    found = []
+    with small_files():
+        for path in saved_in(folder):
+            options = {"replicate": "80KiB"} if strategy == "static" else {}
+            loop = RankLoop(rank, world, seed=7, strategy=strategy, **options)
+            loop.train(50, 52)
+            if strategy == "static":
+                change(loop.embedding, on_host=len(found) % 4 == 0)
+            loop.load(path)
+            found.append(loop.everything())
+            if strategy == "static":
+                change(loop.embedding, on_host=len(found) % 4 == 3)
+            found.append(loop.everything())
+    return found
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(2, "static"), (1, "lookahead")])
+def test_checkpoints_of_either_engine(world: int, strategy: str, tmp_path: Path) -> None:
+    kept = run(2, saved_in_turn, tmp_path)[0]
+    manifests = [Checkpoint(path).manifest for path in saved_in(tmp_path)]
+    assert [manifest.parent is None for manifest in manifests] == [True, False, False]
+    for found in run(world, loaded_on_host, tmp_path, strategy):
+        for state, expected in zip(found, [x for x in kept for _ in range(2)], strict=True):
+            for key in (key for key in expected if key not in OWN):
+                assert same_bits(state[key], expected[key]), key
