@@ -151,11 +151,6 @@ class Exchange:
         # Batches that were read ahead, whose early rows can be sent, by their serial numbers.
         self._ahead: dict[int, Shared] = {}
 
-    @property
-    def replicated(self) -> list[SharedRows]:
-        """The groups some of whose rows every rank has."""
-        return [group for group in self.groups if group.replicated is not None]
-
     def serve(self, propose_depth: Callable[[], int]) -> None:
         """Take the method that says how many batches are worth knowing ahead."""
         self._propose_depth = weakref.WeakMethod(propose_depth)
@@ -402,7 +397,8 @@ class Exchange:
             if any(copied):
                 own = grads[place].sums if place in grads else None
                 pair = swap_copied(self.wire, group, route, own, copied)
-                came.append(OwnGrads(count + self.replicated.index(group), None, *pair))
+                before = sum(x.replicated is not None for x in self.groups[:place])
+                came.append(OwnGrads(count + before, None, *pair))
             if forms == {_NO_ROWS}:
                 continue
             sums = torch.empty(0, group.dim, device=group.device)
