@@ -77,7 +77,7 @@ class Bags(nn.Module):
 
 def clicks(rank: int, world: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for strategy in Strategies:
+    for strategy in (*Strategies, "hybrid"):
         found[strategy] = outcome(trainer_of(make(strategy)), rank, world)
     model = make()
     found["clipped"] = outcome(trainer_of(model, clip_norm=0.05), rank, world)

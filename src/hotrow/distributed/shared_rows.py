@@ -133,7 +133,7 @@ class SharedRows:
     """Rows of one width that all ranks share."""
 
     active = True
-    capture: AroundGraph
+    capture: AroundGraph | None = None
 
     def __init__(
         self, owners: GroupOwners, replicated: Tensor | None, output_dtype: torch.dtype
@@ -148,8 +148,9 @@ class SharedRows:
         self.inner = inner
         self._replicas = replace(self._replicas, group=replicas)
         self.dim, self.width, self.device = inner.dim, inner.width, inner.device
-        self.pooling: HostPooling = inner.arithmetic.pooling(self.output_dtype)
-        self.capture = AroundGraph(self.dim, self.output_dtype, self.device)
+        self.pooling: HostPooling = inner.pooling(self.output_dtype)
+        if self.capture is None:
+            self.capture = AroundGraph(self.dim, self.output_dtype, self.device)
 
     @property
     def planning(self) -> SharedPlanning:
@@ -241,6 +242,7 @@ class SharedRows:
         """Return one vector per bag, [bags, dim]. `x` has the weights."""
         if capturing():
             # A copy: a model may change what it gets.
+            assert self.capture is not None
             return self.capture.boundary_of(work).vectors.clone()
         assert work.vectors is not None
         return self.pooling.pool(work.vectors, work.ids, x)

@@ -146,6 +146,8 @@ def _find_empty(
 
 def _overlaps(rows: RowGroups) -> bool:
     """Whether a batch that is read ahead has its rows in slots while the one before trains."""
+    if rows.strategy.on_host:  # the CPU reads rows when they are looked up
+        return False
     return rows.strategy.overlapped and rows.strategy.reads_ahead_on(rows.device)
 
 
