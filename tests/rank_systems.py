@@ -89,7 +89,14 @@ def trained(
     trainer = trainer_of(model, system, **options)
     seen: list[list[torch.Tensor]] = []
     first: list[int] = []  # samples of first parts
+    forwards: list[int] = []  # samples of forward passes with gradients
     passes = system.passes
+
+    def count(module: Any, arguments: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            forwards.append(len(arguments[0].label))
+
+    model.register_forward_pre_hook(count)
 
     def noted(batch: Any) -> Any:
         is_parted = isinstance(batch, Parted)
@@ -108,6 +115,7 @@ def trained(
         "record": asdict(system.record),
         "seen": seen,
         "first": first,
+        "forwards": forwards,
         "evaluation": trainer.mean_loss(Epoch(50, 52), whole=True),
         "bits": model.bits(),
     }

@@ -78,9 +78,20 @@ def assert_same_parts(results: list[Any], alone: dict[str, Any]) -> None:
     for case, expected in alone.items():
         of_ranks = [result[case] for result in results]
         assert_like_alone(of_ranks, expected)
-        for found in of_ranks:
+        for rank, found in enumerate(of_ranks):
+            assert found["forwards"] == parts_of(found, RankPart(rank, len(of_ranks)))
             assert str(found["record"]) == str(expected["record"]), case  # NaN, too
             assert sum(rows for _, rows, _ in found["sent"]) > 0
+
+
+def parts_of(found: dict[str, Any], part: RankPart) -> list[int]:
+    """Return the samples of each forward pass of a rank, if batches were trained in two parts."""
+    sizes = []
+    for first, size in zip(found["first"], found["samples"], strict=True):
+        spans = part.of_two(first, size)
+        of_step = [high - low for low, high in spans]
+        sizes += [x for x in of_step if x] if first else [sum(of_step)]
+    return sizes
 
 
 # -- shares of popular samples -----------------------------------------------------------
