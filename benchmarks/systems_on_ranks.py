@@ -45,6 +45,7 @@ from hotrow.inputs.hotset import popular
 from hotrow.inputs.rank_part import HeldBatches
 from hotrow.models import DLRM
 from hotrow.support.units import parse_bytes
+from hotrow.systems.calibrate import row_bytes
 
 SUITE = "systems_on_ranks"
 DATA = ("criteo", "movielens")
@@ -86,17 +87,25 @@ class Watched:
         return batch
 
 
+def rule_of(data: Data) -> hotrow.RowWiseAdagrad:
+    return hotrow.RowWiseAdagrad(lr=data.setting.row_lr)
+
+
+def pinned_bytes(data: Data) -> int:
+    """Return the bytes of rows that FAE and Hotline pin."""
+    width = data.setting.dim + rule_of(data).state_width(data.setting.dim)
+    return parse_bytes(HOT, total=4 * width * sum(data.rows))
+
+
 def model_of(data: Data, strategy: str) -> DLRM:
     setting = data.setting
     tables = [
         hotrow.EmbeddingBagConfig(f"cat_{k}", rows, setting.dim, [f"cat_{k}"])
         for k, rows in enumerate(data.rows)
     ]
-    rule = hotrow.RowWiseAdagrad(lr=setting.row_lr)
-    widths = setting.dim + rule.state_width(setting.dim)
-    pinned = parse_bytes(HOT, total=4 * widths * sum(data.rows)) if strategy == "static" else 0
+    pinned = pinned_bytes(data) if strategy == "static" else 0
     embedding = hotrow.EmbeddingBagCollection(
-        tables, rule, budget=setting.budget, strategy=strategy, seed=data.seed, replicate=pinned
+        tables, rule_of(data), setting.budget, strategy=strategy, seed=data.seed, replicate=pinned
     )
     return DLRM(
         embedding, data.train[0].dense.shape[1], bottom=(*setting.bottom, setting.dim),
@@ -119,6 +128,10 @@ def measured(name: str, data: Data, like: Any) -> dict[str, Any]:
     """Train and test by one system; all ranks call it together."""
     model = model_of(data, "static" if name in ("fae", "hotline") else strategy_of(name))
     embedding: Any = model.embedding
+    if name == "hotline" and embedding.ranks is None:  # pin as many rows as several ranks
+        (table, *_), pins = embedding.tables, embedding.pins
+        room = pinned_bytes(data) // row_bytes(embedding)[table.name]
+        pins.room_for_pins = lambda: {table.embedding_dim: room}
     system = system_of(name, data, like)
     trainer = hotrow.Trainer(
         model,

@@ -89,12 +89,19 @@ def trained(
     trainer = trainer_of(model, system, **options)
     seen: list[list[torch.Tensor]] = []
     first: list[int] = []  # samples of first parts
+    forwards: list[int] = []  # samples of forward passes with gradients
     passes = system.passes
+
+    def count(module: Any, arguments: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            forwards.append(len(arguments[0].label))
+
+    model.register_forward_pre_hook(count)
 
     def noted(batch: Any) -> Any:
         is_parted = isinstance(batch, Parted)
         first.append(batch.first if is_parted else 0)
-        seen.append([x.clone() for x in tensors_in(batch.batch if is_parted else batch)])
+        seen.append([x.cpu().clone() for x in tensors_in(batch.batch if is_parted else batch)])
         return batch
 
     system.passes = lambda batches: (map(noted, segment) for segment in passes(batches))
@@ -108,6 +115,7 @@ def trained(
         "record": asdict(system.record),
         "seen": seen,
         "first": first,
+        "forwards": forwards,
         "evaluation": trainer.mean_loss(Epoch(50, 52), whole=True),
         "bits": model.bits(),
     }

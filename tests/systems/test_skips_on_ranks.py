@@ -31,12 +31,12 @@ SYSTEMS: dict[str, Callable[[], Any]] = {
 }
 
 
-def every_system(rank: int, world: int) -> dict[str, Any]:
+def every_system(rank: int, world: int, device: str = "cpu") -> dict[str, Any]:
     found = {
-        name: trained(system(), model(), clicks().batches(0, STEPS))
+        name: trained(system(), model(device=device), clicks().batches(0, STEPS))
         for name, system in SYSTEMS.items()
     }
-    found["list"] = trained(slipstream(), model("scratchpipe"), whole(0, STEPS))
+    found["list"] = trained(slipstream(), model("scratchpipe", device=device), whole(0, STEPS))
     return found
 
 
@@ -52,6 +52,16 @@ def test_any_number_of_ranks_skips_the_same(world: int, alone: dict[str, Any]) -
     for case in ("slipstream", "list"):
         assert alone[case]["record"]["dropped"] > 100
     assert alone["rows"]["record"]["stale_rows"]
+    assert_same_skips(results, alone)
+
+
+@pytest.mark.gpu
+def test_ranks_on_a_gpu_skip_the_same() -> None:
+    expected = every_system(0, 1, "cuda")
+    assert_same_skips(run(2, every_system, "cuda", timeout=280), expected)
+
+
+def assert_same_skips(results: list[Any], alone: dict[str, Any]) -> None:
     for case, expected in alone.items():
         of_ranks = [result[case] for result in results]
         assert_like_alone(of_ranks, expected)

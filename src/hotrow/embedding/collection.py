@@ -23,7 +23,7 @@ from hotrow.embedding import dense_steps
 from hotrow.embedding.arguments import (
     check_alike,
     check_arguments,
-    check_ranks,
+    check_replicas,
     describe_profile,
     drawn_seed,
     first_seed,
@@ -136,7 +136,7 @@ class EmbeddingBagCollection(TorchSurface):
         chosen = find_strategy(strategy)
         if self.ranks is not None:
             self._thread.begin_here()  # others read in process groups of their own from the start
-            check_ranks(self.ranks, chosen, replicate if update == "step" else None)
+            check_replicas(update, replicate)
             settings = (self.update, idle, on_nonfinite, output_dtype, is_weighted, replicate)
             facts = {
                 "hotrow": __version__, "torch": torch.__version__, "tables": self.tables,
@@ -396,7 +396,8 @@ class EmbeddingBagCollection(TorchSurface):
         """From the next batch on the CPU reads and updates rows, as with strategy 'hybrid'.
 
         No `hotrow.ahead` may be running. Rows in fast memory go to the store first, with their
-        state, and stay in their slots until `train_in_slots()`. Returns their bytes.
+        state, and stay in their slots until `train_in_slots()`. Returns their bytes. On several
+        ranks, which call this together, owners alone have all rows then.
         """
         return self.pins.train_on_host()
 
@@ -404,7 +405,7 @@ class EmbeddingBagCollection(TorchSurface):
         """After `train_on_host()`: train rows in fast memory again, from the next batch on.
 
         No `hotrow.ahead` may be running. All rows that have slots are read once more, with their
-        state. Returns their bytes.
+        state. Returns their bytes. Several ranks call this together.
         """
         return self.pins.train_in_slots()
 

@@ -14,7 +14,7 @@ from hotrow.distributed.ranks import Ranks
 from hotrow.distributed.replicas import choose_replicas, replica_group, room_for_replicas
 from hotrow.distributed.shared_rows import SharedRows
 from hotrow.embedding.optimizer import RowOptimizer
-from hotrow.embedding.row_groups import Engine, Group, RowGroups
+from hotrow.embedding.row_groups import Engine, Group, RowGroups, engine_for
 from hotrow.engine.profile import Profile, byte_parts
 from hotrow.engine.stages import SPLIT
 from hotrow.engine.strategy import STRATEGIES, Strategy
@@ -178,6 +178,8 @@ class GroupBuilder:
     ) -> list[Group]:
         """Build the groups of replicated rows, all of which are in fast memory. `are_copied`: from
         their owners, so they need no start."""
+        if self._strategy.on_host:  # `engine` has no fast memory for them
+            engine = engine_for(self._device, STRATEGIES["all-fast"])
         return [
             engine(
                 replica_group(

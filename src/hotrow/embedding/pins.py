@@ -28,6 +28,8 @@ class Pins:
 
     def __init__(self, rows: RowGroups, pipeline: Pipeline) -> None:
         self._rows, self._pipeline = rows, pipeline
+        # On several ranks, while the CPU trains: the rows that every rank has in slots, by width.
+        self._replicated: dict[int, Tensor] = {}
 
     def pin_rows(self, rows: Mapping[str, Tensor]) -> HotSet:
         self._pipeline.refuse_if_running("pin_rows()")
@@ -60,6 +62,7 @@ class Pins:
         if self._rows.is_shared:
             self._pipeline.forget_planned()
             replicate(self._rows, chosen)
+            self._rows.replica_choices += 1
         else:
             with self._rows.lock.writing():
                 self._pipeline.forget_planned()
@@ -145,29 +148,31 @@ class Pins:
 
     def train_on_host(self) -> int:
         rows = self._rows
-        if rows.is_shared:
-            raise RuntimeError("train_on_host() works on one rank so far")
         self._pipeline.refuse_if_running("train_on_host()")
-        if self.is_on_host:
-            return 0
-        if not rows.strategy.has_slots:
+        if not (rows.strategy.has_slots or self.is_on_host):
             raise ValueError(
                 f"strategy {rows.strategy.name!r} has no rows that come and go, so there is "
                 "nothing to change: train_on_host() is for those with a budget, such as 'static'"
             )
+        rows.check_call("train_on_host()")
+        if self.is_on_host:
+            return 0
         if rows.inactive is None:
             strategy = STRATEGIES["hybrid"]
-            groups = [host_rows_over(group, strategy) for group in rows.slot_groups]
+            owned: Sequence[Any] = rows.owned_groups
+            groups = [host_rows_over(group, strategy) for group in owned]
             rows.inactive = InactiveEngine(groups, strategy, 0)
+        returned = self._return_replicas()
         with rows.lock.writing():
             for group in rows.slot_groups:
                 group.flush()
                 group.expect_changes()
-            return self._switch()
+            return returned + self._switch()
 
     def train_in_slots(self) -> int:
         rows = self._rows
         self._pipeline.refuse_if_running("train_in_slots()")
+        rows.check_call("train_in_slots()")
         if not self.is_on_host:
             return 0
         with rows.lock.writing():
@@ -175,7 +180,33 @@ class Pins:
                 group.flush()
             for group in rows.slot_groups:
                 group.reload()
-            return self._switch()
+            size = self._switch()
+        return size + self._take_replicas()
+
+    def _return_replicas(self) -> int:
+        """Leave the rows that every rank has to their owners alone; return the bytes of the copies
+        that this rank had."""
+        if self._rows.is_shared:
+            groups = [group for group in self._rows.lookup_groups if group.replicated is not None]
+            self._replicated = {group.dim: group.replicated for group in groups}
+            self._replicate({})
+        return self._replica_bytes
+
+    def _take_replicas(self) -> int:
+        """Have the rows again that every rank had, from their owners; return the bytes of these."""
+        self._replicate(self._replicated)
+        return self._replica_bytes
+
+    def _replicate(self, chosen: Mapping[int, Tensor]) -> None:
+        if self._replicated:
+            none = torch.empty(0, dtype=torch.int64)
+            groups = self._rows.lookup_groups
+            replicate(self._rows, {group.dim: chosen.get(group.dim, none) for group in groups})
+
+    @property
+    def _replica_bytes(self) -> int:
+        groups, chosen = self._rows.lookup_groups, self._replicated
+        return sum(4 * x.width * len(chosen[x.dim]) for x in groups if x.dim in chosen)
 
     def _switch(self) -> int:
         size = self._rows.switch()

@@ -54,7 +54,6 @@ def replicate(rows: RowGroups, chosen: Mapping[int, Tensor]) -> None:
             if shared.replicated is not None:
                 shared.use_replicas(next(built))
                 _fill(shared, new)
-        rows.replica_choices += 1
         rows.lanes.read_here()  # training in another stream waits for these rows
 
 

@@ -227,8 +227,10 @@ class RowGroups:
         self.inactive = InactiveEngine(self.groups, self.strategy, self.budget_bytes)
         for group, before in zip(other.groups, self.groups, strict=True):
             group.active, before.active = True, False
-        self.budget_bytes = other.budget_bytes
+        self.budget_bytes, shared = other.budget_bytes, self.lookup_groups
         self.activate(other.groups, other.strategy)
+        if self.exchange is not None:
+            self.share_out(shared, other.groups)
         return sum(4 * group.width * group.count_resident() for group in self.slot_groups)
 
     @property

@@ -103,6 +103,10 @@ class SharedDense:
         first = next((r for r, count in enumerate(counts) if count), 0)
         return Part(total, scale, first, reduce(or_, sent))
 
+    def place_of(self, collection: EmbeddingBagCollection) -> int:
+        """Return where a collection stands in the order in which ranks exchange gradients."""
+        return self._collections.index(collection)
+
     @property
     def device(self) -> torch.device:
         return self._collections[0].device

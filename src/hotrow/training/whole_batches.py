@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,19 +46,23 @@ class WholeBatches:
         if self._part.ranks == 1:
             return batch
         if isinstance(batch, Parted):
-            return self._part_of_two(batch)
+            return self._part_of_two(batch) if batch.first else self.part_of(batch.batch)
         size = self._count(batch)
         low, high = self._part.of(size)
         if self._take is not None:
             return self._take(batch, torch.arange(low, high))
         return samples.cut(batch, low, high, size=size)
 
-    def _part_of_two(self, parted: Parted) -> Any:
-        """Return this rank's samples of both parts of a batch, those of its first part first."""
-        spans = self._part.of_two(parted.first, parted.size)
+    def _part_of_two(self, parted: Parted) -> Parted:
+        """Return this rank's samples of both parts of a batch, those of its first part first. Each
+        rank has two parts, also one that has no sample of the first."""
+        (low, high), others = self._part.of_two(parted.first, parted.size)
         where = next((x.device for x in tensors_in(parted.batch)), None)
-        places = torch.cat([torch.arange(*span, device=where) for span in spans])
-        return samples.take(parted.batch, places, size=parted.size, by=self._take)
+        places = torch.cat([torch.arange(*x, device=where) for x in ((low, high), others)])
+        part = samples.take(parted.batch, places, size=parted.size, by=self._take)
+        size = len(places)
+        cut = parted.cut if self._take is not None else partial(samples.cut, size=size)
+        return Parted(part, high - low, size, cut, parted.holds)
 
     def parts(self, batches: Iterable[Any], checksums: deque[int]) -> Iterator[Any]:
         """Yield this rank's parts, and note the checksum of each whole batch."""

@@ -23,12 +23,13 @@ def fae(**changes: Any) -> FAE:
     return FAE(**{**options, **changes})
 
 
-def static() -> Any:
-    return model("static", replicate=BUDGET, optimizer=hotrow.Adagrad(lr=0.3))
+def static(device: str = "cpu") -> Any:
+    optimizer = hotrow.Adagrad(lr=0.3)
+    return model("static", replicate=BUDGET, optimizer=optimizer, device=device)
 
 
-def outcome(system: FAE, batches: Any) -> dict[str, Any]:
-    found = trained(system, static(), batches)
+def outcome(system: FAE, batches: Any, device: str) -> dict[str, Any]:
+    found = trained(system, static(device), batches)
     hot: Any = system.hot
     numbers = {table.name: hot.rows(table.name).tolist() for table in hot.places.tables}
     masks = [hot.mask(table.name) for table in hot.places.tables]
@@ -37,14 +38,15 @@ def outcome(system: FAE, batches: Any) -> dict[str, Any]:
     return found | {"hot": numbers, "are hot": are_hot}
 
 
-def every_loader(rank: int, world: int) -> dict[str, Any]:
+def every_loader(rank: int, world: int, device: str = "cpu") -> dict[str, Any]:
     cases: dict[str, Any] = {
         "numbers": (fae(), loader(STEPS, epochs=2)),
         "copies": (fae(epochs=2, seed=3), whole(0, STEPS)),
         "threshold": (fae(choose="threshold", small_table_bytes=0, most_samples=700), loader(12)),
+        "hybrid": (fae(cold="hybrid", epochs=1), whole(0, 12)),
         "skipping": (fae(skip=hotrow.RandomDrop(share=0.2)), loader(12)),
     }
-    return {name: outcome(*case) for name, case in cases.items()}
+    return {name: outcome(*case, device) for name, case in cases.items()}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,18 @@ def alone() -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_any_number_of_ranks_trains_the_same_segments(world: int, alone: dict[str, Any]) -> None:
-    results = run(world, every_loader)
+    assert_same_segments(run(world, every_loader), alone)
+    assert len(alone["numbers"]["record"]["rates"]) > 1  # by rising losses
+    assert alone["numbers"]["record"]["switches"] > 4
+
+
+@pytest.mark.gpu
+def test_ranks_on_a_gpu_train_the_same_segments() -> None:
+    expected = every_loader(0, 1, "cuda")
+    assert_same_segments(run(2, every_loader, "cuda", timeout=280), expected)
+
+
+def assert_same_segments(results: list[Any], alone: dict[str, Any]) -> None:
     for case, expected in alone.items():
         of_ranks = [result[case] for result in results]
         assert_like_alone(of_ranks, expected)
@@ -64,8 +77,6 @@ def test_any_number_of_ranks_trains_the_same_segments(world: int, alone: dict[st
             assert_same_decisions(found["record"], expected["record"])
             assert found["record"]["test_losses"] == of_ranks[0]["record"]["test_losses"]
             assert_hot_batches_exchange_gradients_alone(found)
-    assert len(alone["numbers"]["record"]["rates"]) > 1  # by rising losses
-    assert alone["numbers"]["record"]["switches"] > 4
 
 
 def assert_same_decisions(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -73,6 +84,8 @@ def assert_same_decisions(found: dict[str, Any], expected: dict[str, Any]) -> No
         if key == "test_losses":
             one, other = (torch.tensor(x[key]) for x in (found, expected))
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        elif key == "synchronised_bytes":  # of this rank
+            assert (found[key] > 0) == (expected[key] > 0)
         elif "seconds" not in key:
             assert found[key] == expected[key], key
 

@@ -26,9 +26,9 @@ def hotline(**changes: Any) -> hotrow.Hotline:
     return hotrow.Hotline(**{"batches_per_epoch": STEPS, "learned": 0.1, "grain": 48, **changes})
 
 
-def static(room: int | None = None) -> ClickModel:
+def static(room: int | None = None, device: str = "cpu") -> ClickModel:
     """A model; `room`: of one rank, as many rows as several can pin."""
-    made = model("static", replicate=BUDGET)
+    made = model("static", replicate=BUDGET, device=device)
     if room is not None:
         pins: Any = made.embedding.pins
         pins.room_for_pins = lambda: {4: room}
@@ -39,7 +39,7 @@ def slipstream() -> hotrow.Slipstream:
     return hotrow.Slipstream(target=0.3, watched=0.2, test=Epoch(50, 52), validate_every=9)
 
 
-def every_kind(rank: int, world: int) -> dict[str, Any]:
+def every_kind(rank: int, world: int, device: str = "cpu") -> dict[str, Any]:
     drifting = clicks(drift=DRIFT)
     cases: dict[str, Any] = {
         "once": (hotline(floor=0), clicks().batches(0, STEPS)),
@@ -48,7 +48,10 @@ def every_kind(rank: int, world: int) -> dict[str, Any]:
         "skipping": (hotline(floor=0, skip=slipstream()), clicks().batches(0, STEPS)),
     }
     room = 3 * 1024 // (4 * 8) if world == 1 else None
-    return {name: trained(x, static(room), batches) for name, (x, batches) in cases.items()}
+    return {
+        name: trained(system, static(room, device), batches)
+        for name, (system, batches) in cases.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +65,33 @@ def test_any_number_of_ranks_trains_the_same_parts(world: int, alone: dict[str, 
     assert alone["skipping"]["record"]["popular"] > 0
     for expected in alone.values():
         assert sum(first > 0 for first in expected["first"]) > STEPS // 2
-    results = run(world, every_kind)
+    assert_same_parts(run(world, every_kind), alone)
+
+
+@pytest.mark.gpu
+def test_ranks_on_a_gpu_train_the_same_parts() -> None:
+    expected = every_kind(0, 1, "cuda")
+    assert_same_parts(run(2, every_kind, "cuda", timeout=280), expected)
+
+
+def assert_same_parts(results: list[Any], alone: dict[str, Any]) -> None:
     for case, expected in alone.items():
         of_ranks = [result[case] for result in results]
         assert_like_alone(of_ranks, expected)
-        for found in of_ranks:
+        for rank, found in enumerate(of_ranks):
+            assert found["forwards"] == parts_of(found, RankPart(rank, len(of_ranks)))
             assert str(found["record"]) == str(expected["record"]), case  # NaN, too
             assert sum(rows for _, rows, _ in found["sent"]) > 0
+
+
+def parts_of(found: dict[str, Any], part: RankPart) -> list[int]:
+    """Return the samples of each forward pass of a rank, if batches were trained in two parts."""
+    sizes = []
+    for first, size in zip(found["first"], found["samples"], strict=True):
+        spans = part.of_two(first, size)
+        of_step = [high - low for low, high in spans]
+        sizes += [x for x in of_step if x] if first else [sum(of_step)]
+    return sizes
 
 
 # -- shares of popular samples -----------------------------------------------------------
