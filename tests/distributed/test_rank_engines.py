@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hotrow
+import rank_programs
 from builders import readout
 from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import saved_in
@@ -220,6 +221,26 @@ def with_changes(rank: int, world: int, replicate: int) -> list[str]:
 @pytest.mark.parametrize("replicate", [0, 1500])
 def test_rows_are_the_newest_on_either_engine(replicate: int) -> None:
     assert run(2, with_changes, replicate) == [[], []]
+
+
+CHANGE = ["another engine"]
+PROGRAMS = [
+    seed
+    for seed in range(200)
+    if "another engine" in rank_programs.shared(seed, more=CHANGE).ingredients
+]
+
+
+def test_programs_that_change_engines() -> None:
+    for said in run(2, rank_programs.differences, PROGRAMS[:4], plain=False, more=CHANGE):
+        assert not said, "\n".join(said)
+
+
+@pytest.mark.slow
+def test_further_programs_that_change_engines() -> None:
+    options = {"plain": False, "more": CHANGE}
+    for said in run(2, rank_programs.differences, PROGRAMS[4:20], timeout=300, **options):
+        assert not said, "\n".join(said)
 
 
 # -- what ranks do together ------------------------------------------------------------------
