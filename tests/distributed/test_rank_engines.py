@@ -23,6 +23,7 @@ from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import saved_in
 from hotrow.embedding import replicating
 from hotrow.embedding.row_groups import RowGroups
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.host.rows import HostRows
 from hotrow.run.job import same_bits
 from rank_cases import (
@@ -148,6 +149,30 @@ def with_mistake(rank: int, world: int, name: str) -> list[str]:
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_found(name: str) -> None:
     assert any(run(2, with_mistake, name))
+
+
+def by_kernels(rank: int, world: int) -> list[str]:
+    """The same with a GPU's engine, whose kernels are interpreted; each engine trains one batch."""
+    choice = {**CASES[0], "tables": "mixed", "ids": "few"}
+    batches, said = batches_of(choice, rank, world, 3), []
+    profile = {x.name: torch.arange(x.num_embeddings, 0, -1) for x in TABLES["mixed"]}
+    slow = with_slots(choice, engine=gpu_rows, replicate=1500, profile=profile)
+    fast, replicas = build(choice), len(slow.groups)
+    for number, batch in enumerate(batches):
+        change(slow, on_host=number == 1)
+        losses = [train(embedding, [batch], "ahead")[0] for embedding in (slow, fast)]
+        tables = [tables_of(embedding) for embedding in (slow, fast)]
+        pairs = {"loss": losses, **{name: [x[name] for x in tables] for name in tables[0]}}
+        close = {
+            name: torch.allclose(*map(Tensor.float, x), **TOLERANCE) for name, x in pairs.items()
+        }
+        said += [f"{name} in batch {number}" for name, is_close in close.items() if not is_close]
+    return said if replicas > 1 else ["no row is on every rank"]
+
+
+@pytest.mark.slow
+def test_engines_in_turn_with_interpreted_kernels() -> None:
+    assert run(2, by_kernels, timeout=120) == [[], []]
 
 
 @pytest.mark.gpu
