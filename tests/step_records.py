@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hotrow.support.records import EvalRecord, LateStepRecord, RunRecord, StepRecord, Summary
+from hotrow.support.records import (
+    EvalRecord,
+    LateStepRecord,
+    RankRecord,
+    RunRecord,
+    StepRecord,
+    Summary,
+)
 
 STEP = StepRecord(
     step=1, loss=0.5, samples=32, seconds=0.01, lookups=100, unique_rows=60, fetched_rows=25,
@@ -24,6 +31,12 @@ RUN = RunRecord(
     summary=SUMMARY,
     evaluations=(EvalRecord(step=1, samples=32, auc=0.7, log_loss=0.6),),
 )
+RANK = RankRecord(
+    rank=0, machine="one", device="cpu", owned_rows=500, num_slots=50, samples=16, lookups=60,
+    unique_rows=40, served_rows=44, fetched_rows=6, bytes_fetched=960, bytes_evicted=320,
+    bytes_of_ids=80, bytes_of_rows=320, bytes_of_grads=320, seconds=0.01, wait_seconds=0.002,
+    fast_bytes=4096, host_bytes=300 << 20,
+)  # fmt: skip
 
 
 def late_step(step: int, loss: Callable[[], float]) -> StepRecord:

@@ -21,6 +21,7 @@ from hotrow.report.runs import RunView, runs_document
 from hotrow.support.records import (
     EvalRecord,
     Limit,
+    RankRecord,
     RunRecord,
     Span,
     StepRecord,
@@ -124,6 +125,53 @@ def test_a_page_of_two_runs(browser: Browser, tmp_path: Path, width: int, dark: 
     assert paths_in(browser, 0) == 4  # lines
     assert paths_in(browser, 6) == 16  # bars
     assert_theme(browser, dark=dark)
+
+
+def shared_run(name: str, steps: int) -> RunView:
+    """A run of four ranks, the last of which is slower and has more rows to serve."""
+    view = run(name, steps, "lookahead")
+    first = RankRecord(
+        rank=0, machine="trainer-a", device="cuda:0", owned_rows=51_038_240, num_slots=5_103_824,
+        samples=512 * steps, lookups=4096 * steps, unique_rows=2300 * steps,
+        served_rows=2310 * steps, fetched_rows=420 * steps, bytes_fetched=28_560 * steps,
+        bytes_evicted=27_200 * steps, bytes_of_ids=6900 * steps, bytes_of_rows=441_600 * steps,
+        bytes_of_grads=441_600 * steps, seconds=0.03 * steps, wait_seconds=0.011 * steps,
+        fast_bytes=700 * MIB, host_bytes=16_500 * MIB,
+    )  # fmt: skip
+    ranks = [
+        replace(
+            first, rank=rank, machine="trainer-a" if rank < 2 else "trainer-b",
+            device=f"cuda:{rank % 2}", served_rows=(2310, 2290, 2350, 2490)[rank] * steps,
+            wait_seconds=(0.011, 0.0105, 0.012, 0.004)[rank] * steps,
+        )
+        for rank in range(4)
+    ]  # fmt: skip
+    stepped = (
+        StepRecord(
+            n + 1, 0.5, 2048, 0.03, 4096, 2300, 420, 400, 28_560, 27_200, waited=0.03,
+            bytes_of_rows=441_600, rank_seconds=0.01 + 0.0001 * (n % 11),
+        )
+        for n in range(steps)
+    )  # fmt: skip
+    record = replace(view.record, ranks=tuple(ranks))
+    record = replace(record, summary=replace(record.summary, bytes_sent=890_000 * 4 * steps))
+    return replace(view, record=record, curve=Curve(stepped))
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (800, False), (400, True)])
+def test_a_page_of_several_ranks(browser: Browser, tmp_path: Path, width: int, dark: bool) -> None:
+    page = tmp_path / "ranks.html"
+    page.write_text(page_of(runs_document([shared_run("shared", 300)])))
+    look(browser, page, width=width, dark=dark, name="ranks")
+    waits, times, sent, link = drawn(browser)[4:8]
+    assert waits == [300]
+    assert times == link == [4] * 2
+    assert sent == [4] * 3
+    assert paths_in(browser, 6) == 12  # bars
+    rows = browser.evaluate(
+        "[...document.querySelectorAll('tr')].filter(x => x.innerText.startsWith('balance')).length"
+    )
+    assert rows == 1
 
 
 def assert_theme(browser: Browser, *, dark: bool) -> None:

@@ -23,7 +23,8 @@ from hotrow.support.messages import settings_written
 from hotrow.support.startup import interrupts_raise
 from hotrow.support.version import __version__
 
-_ANYWHERE = ("doctor", "report", "verify")  # commands that several ranks may run: they only read
+# Commands that several ranks may run: they only read, or share their work.
+_ANYWHERE = ("compare", "doctor", "report", "train", "verify")
 
 
 def main() -> None:

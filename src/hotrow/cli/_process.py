@@ -16,6 +16,7 @@ UNEQUAL = 1  # a run that promises equality is not equal: a bug worth a report
 USER_ERROR = 2
 DIVERGED = 3  # the loss is NaN
 FAILED_STRATEGY = 4  # of a comparison, at least one; the others are there
+LOST_RANK = 5  # a rank was killed, or does not answer the others
 INTERRUPTED = 130  # what shells report for a command that Ctrl-C has ended
 
 _RANK_COUNTS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")  # torchrun's and mpirun's
@@ -31,8 +32,8 @@ def refuse_ranks(command: str, distributed: Any = torch.distributed) -> None:
     if ranks > 1:
         raise ValueError(
             f"hotrow {command} was started as {ranks} ranks, each of which would do all of the "
-            f"work by itself; commands work on one rank so far: start `hotrow {command}` once, "
-            "without torchrun or mpirun, or train with hotrow.Trainer in a program of your own"
+            f"work by itself; only `hotrow train` and `hotrow compare` share theirs: start "
+            f"`hotrow {command}` once, without torchrun or mpirun"
         )
 
 

@@ -18,6 +18,7 @@ from rich.text import Text as StyledText
 
 from hotrow.cli._output import JsonLines, warn_people
 from hotrow.report.page import Section, Table, facts_table
+from hotrow.report.rank_tables import balance_in_words
 from hotrow.report.terminal import show_parts
 from hotrow.run.files import to_dict, to_json
 from hotrow.run.job import Job
@@ -53,8 +54,10 @@ class Screen:
         self._console, self._quiet = Console(highlight=False), quiet
         self._memory: Mapping[str, int] = {}
         self._all_rows = 0
+        self.warned: list[str] = []
 
     def warn(self, message: str) -> None:
+        self.warned.append(message)
         warn_people(message)
 
     def start(self, job: Job, folder: Path) -> None:
@@ -67,7 +70,7 @@ class Screen:
             f"[bold]{folder}[/]: {config.model.kind}, "
             f"{many(len(embedding.tables), 'table')}{whose}, {many(embedding.num_rows, 'row')} "
             f"({show_bytes(embedding.bytes_total)} with optimizer state), "
-            f"strategy {config.embedding.strategy}"
+            f"strategy {config.embedding.strategy}{_on_ranks(job)}"
         )
         for dim, choice in embedding.fills().items():
             self._console.print(f"rows of width {dim} move {choice}")
@@ -137,8 +140,21 @@ class Screen:
             typer.echo(where)
 
 
+def _on_ranks(job: Job) -> str:
+    ranks = job.embedding.ranks
+    return "" if ranks is None else f", on {ranks.size} ranks; rows and memory are those of rank 0"
+
+
 class RunLines(JsonLines):
     """Writes the same as JSON objects."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        super().__init__(quiet)
+        self.warned: list[str] = []
+
+    def warn(self, message: str) -> None:
+        self.warned.append(message)
+        super().warn(message)
 
     def start(self, job: Job, folder: Path) -> None:
         embedding = job.embedding
@@ -147,6 +163,7 @@ class RunLines(JsonLines):
             folder=str(folder),
             steps=job.total_steps,
             strategy=job.config.embedding.strategy,
+            ranks=1 if embedding.ranks is None else embedding.ranks.size,
             rows=embedding.num_rows,
             slots=embedding.num_slots,
             bytes_total=embedding.bytes_total,
@@ -176,6 +193,26 @@ class RunLines(JsonLines):
             **to_dict(result.record),
         }
         typer.echo(to_json(facts))
+
+
+class OtherRank:
+    """Shows nothing: the first rank does. Keeps warnings, of which that one may not know."""
+
+    def __init__(self) -> None:
+        self.warned: list[str] = []
+
+    def warn(self, message: str) -> None:
+        self.warned.append(message)
+
+    def start(self, job: Job, folder: Path) -> None: ...
+
+    @contextmanager
+    def progress(self, title: str, *, steps: int) -> Iterator[Advance]:
+        yield lambda tally: None
+
+    def tell(self, event: str, **facts: Any) -> None: ...
+
+    def end(self, result: Result) -> None: ...
 
 
 def progress_facts(tally: Tally) -> list[str]:
@@ -211,7 +248,9 @@ def summary_facts(record: RunRecord) -> dict[str, str]:
         facts["too large for the slots"] = f"{chunked}, in chunks"
     facts["moved"] = show_bytes(summary.bytes_moved)
     if summary.bytes_sent:
-        facts["sent to other ranks"] = show_bytes(summary.bytes_sent)
+        facts["sent between ranks"] = show_bytes(summary.bytes_sent)
+    if record.ranks:
+        facts[many(len(record.ranks), "rank")] = f"largest / mean: {balance_in_words(record.ranks)}"
     facts["speed"] = f"{summary.samples_per_second:,.0f} samples/s"
     if limit is not None:
         facts["limited by"] = f"{limit.name}, {limit.share:.0%} of a step"

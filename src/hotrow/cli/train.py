@@ -11,10 +11,20 @@ import typer
 from hotrow.cli._options import JsonLinesFlag, RunFile, Settings
 from hotrow.cli._output import one_line_warnings
 from hotrow.cli._process import DIVERGED, INTERRUPTED, UNEQUAL, use_threads
-from hotrow.cli._watch import RunLines, Screen
+from hotrow.cli._ranks import (
+    check_settings,
+    ending_together,
+    launch,
+    read_ranks,
+    share_cores,
+    show_warnings_of_others,
+)
+from hotrow.cli._watch import OtherRank, RunLines, Screen
 from hotrow.run.config import RunConfig, is_data, load
-from hotrow.run.resume import find_run_to_resume, settings_of
-from hotrow.run.session import Observer, StopAfterStep, train_run
+from hotrow.run.ranks import Place, RunRanks, find_place
+from hotrow.run.resume import find_restarted, find_run_to_resume, settings_of
+from hotrow.run.session import Result, refuse_small_batches, train_run
+from hotrow.run.stopping import StopAfterStep
 from hotrow.run.strategy_names import find_named
 from hotrow.run.tracing import parse_traced
 
@@ -41,6 +51,14 @@ def train(
             help="Go on from a run's last checkpoint; FILE may also be the run's folder.",
         ),
     ] = False,
+    ranks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Train on N ranks of this machine, which share rows and batches.",
+            show_default="one, or those of torchrun",
+        ),
+    ] = None,
 ) -> None:
     """Train a model; it and its records are left in runs/NAME.
 
@@ -69,6 +87,9 @@ def train(
 
     - `hotrow train run.toml --set checkpoint.every_steps=1000`, and when it was stopped
       `hotrow train run.toml --resume`, or `hotrow train runs/first --resume`
+
+    - `hotrow train run.toml --ranks 2`, or across machines `torchrun --nnodes 2 --nproc-per-node 4
+      --rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id job -m hotrow train run.toml`
 
     **run.toml**, every key optional:
 
@@ -109,19 +130,54 @@ def train(
     chrome://tracing, and stages have names in it: read, plan, confirm, fill (or send, collect,
     exchange, insert), write-back, train. The profiler slows those steps down.
 
+    **--ranks 2** trains one run on two ranks. Each owns a part of the rows and trains its part of
+    every batch; `embedding.budget` is that of each rank, and `embedding.replicate` the bytes of
+    rows that all of them keep. The first rank shows the run and writes its folder. On GPUs, each
+    rank gets one; ranks share them where there are fewer. Where torchrun restarts ranks, the run
+    goes on from its last checkpoint; any number of ranks may resume it.
+
     Ctrl-C ends the run after the step under way; its records and the model are kept, with a
     checkpoint, and the exit code is 130. SIGTERM does the same and exits with 0. A loss that
     is NaN ends the run, too, which then exits with 3.
     """
-    config, folder = _what_to_train(file, settings or (), runs, resume=resume)
-    traced = None if trace is None else parse_traced(trace)
-    observer: Observer = RunLines(quiet) if as_json else Screen(quiet)
-    with one_line_warnings(observer.warn):
-        use_threads(config.run, observer.warn)
-        stop = StopAfterStep()
-        result = train_run(
-            config, runs=runs, folder=folder, traced=traced, observer=observer, stop=stop
-        )
+    place = find_place()
+    count = 1 if ranks is None else read_ranks(ranks, place)
+    if count > 1:
+        config, folder = _settings(file, settings or (), runs, resume=resume)
+        refuse_small_batches(config, count)  # before ranks are started
+        if folder is None:
+            _find_folder(config, runs, place, resume=resume)
+        words = _words(file, settings or (), runs, trace, (as_json, quiet, resume))
+        raise typer.Exit(launch(words, count))
+    team = RunRanks(place)
+    with ending_together(team):
+        config, folder = _settings(file, settings or (), runs, resume=resume)
+        team.open(config.run.device)
+        team.check_versions()
+        check_settings(team, "hotrow train", config)
+        if folder is None:
+            found = team.from_first(lambda: _found(config, runs, place, resume=resume))
+            folder = Path(found) if found else None
+        traced = None if trace is None else parse_traced(trace)
+        observer: RunLines | Screen | OtherRank = OtherRank()
+        if team.is_first:
+            observer = RunLines(quiet) if as_json else Screen(quiet)
+        with one_line_warnings(observer.warn):
+            if team.size > 1:
+                share_cores(config.run, place)
+            else:
+                use_threads(config.run, observer.warn)
+            stop = StopAfterStep(ranks=team.size, is_first=team.is_first)
+            result = train_run(
+                config, runs=runs, folder=folder, traced=traced, observer=observer, stop=stop,
+                ranks=team,
+            )  # fmt: skip
+            show_warnings_of_others(team, observer)
+        _exit(result, stop, config)
+
+
+def _exit(result: Result | None, stop: StopAfterStep, config: RunConfig) -> None:
+    """Raise what gives the command its exit code; the same on all ranks."""
     if result is None:
         return
     if result.unsaved is not None:
@@ -135,22 +191,48 @@ def train(
         raise typer.Exit(DIVERGED)
 
 
-def _what_to_train(
+def _words(
+    file: Path | None,
+    settings: Sequence[str],
+    runs: Path,
+    trace: str | None,
+    flags: tuple[bool, bool, bool],
+) -> list[str]:
+    """Return the command that each rank runs."""
+    words = ["train", *(() if file is None else (str(file),)), "--runs", str(runs)]
+    for setting in settings:
+        words += ["--set", setting]
+    if trace is not None:
+        words += ["--trace", trace]
+    names = ("--json", "--quiet", "--resume")
+    return words + [name for name, is_on in zip(names, flags, strict=True) if is_on]
+
+
+def _settings(
     file: Path | None, settings: Sequence[str], runs: Path, *, resume: bool
 ) -> tuple[RunConfig, Path | None]:
-    """Return the settings of the run, and the folder to resume; None: a new run."""
+    """Return the settings of the run, and the folder to resume if `file` is that."""
     if file is not None and not file.is_file():
         folder = next((path for path in (file, runs / file) if path.is_dir()), None)
         if folder is not None and not is_data(folder):  # for data, `load` says what to do
             if resume:
                 return settings_of(folder, settings), folder
             raise ValueError(f"{folder} is the folder of a run; with --resume it continues")
-    config = load(file, overrides=settings)
+    return load(file, overrides=settings), None
+
+
+def _found(config: RunConfig, runs: Path, place: Place, *, resume: bool) -> str:
+    folder = _find_folder(config, runs, place, resume=resume)
+    return "" if folder is None else str(folder)
+
+
+def _find_folder(config: RunConfig, runs: Path, place: Place, *, resume: bool) -> Path | None:
+    """Return the folder to resume; None: a new run. After a restart it is that of before."""
     if not resume and config.checkpoint.resume == "never":
-        return config, None
+        return find_restarted(config, runs, place.launch) if place.restarts else None
     folder = find_run_to_resume(config, runs)
-    if folder is None and resume:
+    if folder is None and resume and not place.restarts:
         raise ValueError(
             f"there is no checkpoint of a run {config.run.name!r} in {runs} to go on from"
         )
-    return config, folder
+    return folder

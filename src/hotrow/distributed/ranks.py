@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from threading import RLock
+from time import perf_counter
 from typing import Any, NoReturn
 
 import torch
@@ -110,6 +112,7 @@ class Channel:
 
     def __init__(self, members: list[int], timeout: Any, backend: str) -> None:
         self.turn = RLock()  # of another thread that uses it all the same
+        self.wait_seconds = 0.0  # in calls that wait for messages of other ranks
         # Of some ranks alone, the others take no part in opening a group.
         options: dict[str, Any] = {"timeout": timeout}
         options["use_local_synchronization"] = len(members) < dist.get_world_size()
@@ -132,11 +135,11 @@ class Pending:
     values: Tensor  # what will be there
     _sent: Tensor  # kept until it has left
     _work: Any  # of torch
-    _together: Callable[[], AbstractContextManager[None]]
+    _waiting: Callable[[], AbstractContextManager[None]]
 
     def wait(self) -> Tensor:
         """Return the values when they are there; on a device its stream waits, where it can."""
-        with self._together():
+        with self._waiting():
             self._work.wait()
         return self.values
 
@@ -202,28 +205,45 @@ class Ranks:
         with self._together():
             group = channel.group_for(values)
             work = dist.all_to_all_single(out, values, received, sent, group=group, async_op=True)
-        return Pending(out, values, work, self._together)
+        return Pending(out, values, work, partial(self._waiting, channel))
 
     def _all_to_all(
         self, values: Tensor, sent: list[int] | None, received: list[int] | None, channel: Channel
     ) -> Tensor:
         count = len(values) if received is None else sum(received)
         out = values.new_empty(count, *values.shape[1:])
-        with self._together():
+        with self._waiting(channel):
             group = channel.group_for(values)
             dist.all_to_all_single(out, values.contiguous(), received, sent, group=group)
         return out
 
     def add_up(self, values: Tensor, channel: Channel) -> None:
         """Replace values by their sums over all ranks, which have the same bits on each."""
-        with self._together():
+        with self._waiting(channel):
             dist.all_reduce(values, group=channel.group_for(values))
 
     def follow(self, values: Tensor, source: int, channel: Channel) -> None:
         """Replace values by those of one rank."""
-        with self._together():
+        with self._waiting(channel):
             group = channel.group_for(values)
             dist.broadcast(values, self.members[source], group=group)
+
+    @property
+    def wait_seconds(self) -> float:
+        """The seconds that the thread which trains has spent in calls that wait for messages of
+        other ranks: headers, ids, rows, gradients, and averages. What such a call itself sends and
+        copies is part of them. Over NCCL a call only launches, so waiting of a GPU is not."""
+        return self.training.wait_seconds + self.early.wait_seconds
+
+    @contextmanager
+    def _waiting(self, channel: Channel) -> Iterator[None]:
+        """Inside, this rank waits for others: note how long."""
+        started = perf_counter()
+        try:
+            with self._together():
+                yield
+        finally:
+            channel.wait_seconds += perf_counter() - started
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -242,10 +262,10 @@ class Ranks:
         """Open a channel for a thread that saves beside training; all ranks call this together."""
         self.saving = Channel(self.members, self._timeout, "gloo")
 
-    def is_same(self, number: int, channel: Channel) -> bool:
-        """Whether all ranks give the same number."""
+    def numbers(self, number: int, channel: Channel) -> list[int]:
+        """Return the number that each rank gives."""
         every = self._all_to_all(torch.full((self.size,), number), None, None, channel)
-        return len(set(every.tolist())) == 1
+        return [int(x) for x in every.tolist()]
 
     def texts(self, text: str, channel: Channel) -> list[str]:
         """Return what each rank says."""

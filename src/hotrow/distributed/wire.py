@@ -4,17 +4,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hotrow.distributed.owners import Route
 from hotrow.distributed.ranks import Channel, Ranks
-from hotrow.distributed.shared_rows import SharedRows
+from hotrow.distributed.shared_rows import SharedRows, SharedWork
 from hotrow.kernels import reference
 from hotrow.kernels.reference import sort_ids
 
 _MOST_INT32 = 2**31 - 1
+
+
+@dataclass
+class BatchCounts:
+    """What this rank has looked up in batches for training, and what ranks asked of it."""
+
+    lookups: int = 0
+    unique_rows: int = 0  # of owners, itself among them, each once per batch; not of replicas
+    served_rows: int = 0  # that ranks, itself among them, asked of this one
+
+    def add(self, work: SharedWork) -> None:
+        self.lookups += len(work.looked_up())
+        self.unique_rows += sum(work.route.counts)
+        self.served_rows += sum(work.received)
 
 
 class Wire:
@@ -23,6 +38,7 @@ class Wire:
     def __init__(self, ranks: Ranks, groups: Sequence[SharedRows]) -> None:
         self.ranks, self.groups = ranks, tuple(groups)
         self.sent: Counter[str] = Counter()  # bytes, by kind
+        self.batches = BatchCounts()
         most_rows = max(group.layout.num_rows for group in groups)
         self._kind = torch.int32 if most_rows <= _MOST_INT32 else torch.int64
 
@@ -55,10 +71,10 @@ class Wire:
         return {place: torch.cat(pieces[k :: len(places)]) for k, place in enumerate(places)}
 
     def to_all(self, numbers: Tensor, received: Sequence[int]) -> Tensor:
-        """Send ids to every rank; return those of all ranks, in their order."""
+        """Send the ids of gradients to every rank; return those of all ranks, in their order."""
         sent = [len(numbers)] * self.ranks.size
         values = numbers.to(self._kind).repeat(self.ranks.size)
-        self.count("ids", values, sent)
+        self.count("grads", values, sent)
         return self.ranks.exchange(values, sent, list(received), self.ranks.training).long()
 
     def count(self, kind: str, values: Tensor, counts: Sequence[int]) -> None:

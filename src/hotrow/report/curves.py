@@ -13,7 +13,7 @@ from hotrow.support.records import StepRecord
 MOST_POINTS = 600
 _READ = (
     "step", "loss", "samples", "seconds", "lookups", "fetched_rows", "bytes_fetched",
-    "bytes_evicted", "waited",
+    "bytes_evicted", "waited", "rank_seconds",
 )  # fmt: skip
 
 Numbers = NDArray[np.float64]
@@ -50,6 +50,8 @@ class Curve:
         self.hit_rate = [1 - share for share in missed]
         moved = total(read["bytes_fetched"] + read["bytes_evicted"])
         self.bytes_per_second = _over(moved, seconds)
+        shares = _over(total(read["rank_seconds"]), seconds)
+        self.rank_waited = shares if any(read["rank_seconds"]) else [math.nan] * len(shares)
         is_timed, waited = ~np.isnan(read["waited"]), np.nan_to_num(read["waited"])
         self.waited = _over(total(waited), total(is_timed * 1.0))
         self.mean_waited = waited.sum() / is_timed.sum() if is_timed.any() else math.nan

@@ -21,6 +21,7 @@ from hotrow.report.page import (
     number,
     table_by_columns,
 )
+from hotrow.report.rank_tables import rank_parts
 from hotrow.support.messages import many
 from hotrow.support.records import RunRecord, Span
 from hotrow.support.toml import flat
@@ -32,7 +33,7 @@ _TABLES_SHOWN = 40
 _BARS_SHOWN = 160  # of all tables together, with room for each run beside the others
 _IN_CURVE = (
     "loss", "least_loss", "largest_loss", "samples_per_second", "hit_rate", "bytes_per_second",
-    "waited",
+    "waited", "rank_waited",
 )  # fmt: skip
 _STAGES = (
     "read", "plan", "confirm", "fill", "send", "collect", "exchange", "insert", "write-back",
@@ -56,6 +57,8 @@ def runs_document(runs: Sequence[RunView]) -> Document:
     columns = dict(_SUMMARY)
     if not any(run.record.summary.bytes_sent for run in runs):
         del columns["sent"]
+    if not any(run.record.ranks for run in runs):
+        del columns["ranks"]
     summary = table_by_columns(columns, runs, words=_WORDS, bad=_bad(runs))
     timelines = [timeline(run) for run in runs if run.spans]
     return Document(
@@ -64,7 +67,8 @@ def runs_document(runs: Sequence[RunView]) -> Document:
             Text(limits[0], "advice") if len(limits) == 1 else Bullets(limits),
             Section("Summary", [summary]),
             Section("Learning", [Charts([losses(runs), aucs(runs)])]),
-            Section("Speed", [Charts([speeds(runs), parts_of_a_step(runs)])]),
+            Section("Speed", [Charts([speeds(runs), parts_of_a_step(runs), rank_waits(runs)])]),
+            *(Section(title, parts) for title, parts in _ranks(runs)),
             Section(
                 "Rows",
                 [Charts([hit_rates(runs), link_use(runs), tables_hit(runs), waits(runs)])],
@@ -143,12 +147,19 @@ def parts_of_a_step(runs: Sequence[RunView]) -> Chart:
         "planning": lambda x: x.plan_seconds,
         "moving rows": lambda x: x.rows_seconds,
         "training": lambda x: (
-            x.seconds - x.read_seconds - x.plan_seconds - x.rows_seconds - x.chunk_seconds
+            x.seconds
+            - x.read_seconds
+            - x.plan_seconds
+            - x.rows_seconds
+            - x.chunk_seconds
+            - x.rank_seconds
         ),
     }
     timed = [(run.name, run.record.times) for run in runs if run.record.times is not None]
     if any(each.chunk_seconds for _, each in timed):
         named["batches in chunks"] = lambda x: x.chunk_seconds
+    if any(each.rank_seconds for _, each in timed):
+        named["waiting for other ranks"] = lambda x: x.rank_seconds
     order = tuple(name for name, _ in timed)
     parts = {
         name: [1000 * of(each) / each.steps for _, each in timed]
@@ -168,6 +179,14 @@ def waits(runs: Sequence[RunView]) -> Chart:
         "Training waited for rows", "step", "share of a step",
         _lines(runs, "waited"), y_format=".3~%", from_zero=True,
         note="On a GPU measured every few steps, between marks in its lanes.",
+    )  # fmt: skip
+
+
+def rank_waits(runs: Sequence[RunView]) -> Chart:
+    return Chart(
+        "Rank 0 waited for other ranks", "step", "share of a step",
+        _lines(runs, "rank_waited"), y_format=".3~%", from_zero=True,
+        note="In calls that wait for messages of other ranks, which includes sending them.",
     )  # fmt: skip
 
 
@@ -231,7 +250,8 @@ def memory(runs: Sequence[RunView]) -> Chart:
         for part in run.record.memory
     }
     bars = bars_by_name(order, parts)
-    return Chart("By part", "MiB", "", bars, is_stacked=True, order=order)
+    note = "Of several ranks, rank 0's." if any(run.record.ranks for run in known) else ""
+    return Chart("By part", "MiB", "", bars, note, is_stacked=True, order=order)
 
 
 def timeline(run: RunView) -> Chart:
@@ -269,6 +289,7 @@ def timeline(run: RunView) -> Chart:
 _EQUALITY = {None: "not compared", True: "bits", False: "no"}
 _SUMMARY: dict[str, Callable[[RunView], str]] = {
     "run": lambda run: run.name,
+    "ranks": lambda run: str(len(run.record.ranks) or 1),
     "strategy": lambda run: str(run.record.settings.get("embedding", {}).get("strategy", NONE)),
     "outcome": lambda run: run.record.outcome,
     "steps": lambda run: f"{run.record.summary.steps:,}",
@@ -286,8 +307,16 @@ _SUMMARY: dict[str, Callable[[RunView], str]] = {
 _WORDS = ("strategy", "outcome", "equal to all-fast")
 
 
+def _ranks(runs: Sequence[RunView]) -> Iterator[tuple[str, list[Part]]]:
+    """Yield a title, and what each rank did, for every run of several ranks."""
+    shared = [run for run in runs if run.record.ranks]
+    for run in shared:
+        title = "Ranks" if len(runs) == 1 else f"Ranks of {run.name}"
+        yield title, rank_parts(run.record.ranks)
+
+
 def _memory(record: RunRecord) -> str:
-    fast = sum(record.memory.values())
+    fast = sum(rank.fast_bytes for rank in record.ranks) or sum(record.memory.values())
     return show_bytes(fast) if fast else NONE
 
 

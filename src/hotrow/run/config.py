@@ -235,13 +235,15 @@ class RowOptimizerSection:
 class EmbeddingSection:
     """`[embedding]`: the strategy, the budget of fast memory, how many batches are known ahead, and
     how a GPU moves rows. `profile`: pin rows by the counts of prepared data, or of a folder of
-    `hotrow profile`."""
+    `hotrow profile`. On several ranks the budget is that of each rank, and `replicate` the bytes of
+    rows that every rank keeps beside it."""
 
     strategy: str = "lookahead"
     budget: str | int = "10%"
     depth: str | int = "auto"
     fill: str = "auto"
     profile: bool | str = False
+    replicate: str | int | None = None  # None: none, but half of the budget of a system that pins
     optimizer: RowOptimizerSection = field(default_factory=RowOptimizerSection)
 
     def __post_init__(self) -> None:
@@ -250,6 +252,8 @@ class EmbeddingSection:
         _one_of(FILLS, fill=self.fill)
         if self.budget != AUTO:
             parse_bytes(self.budget, total=1 << 60)  # only its form: the tables' bytes come later
+        if self.replicate:
+            parse_bytes(self.replicate)
         if isinstance(self.depth, str) and self.depth != "auto":
             raise ValueError(f'depth must be "auto" or a number of batches, not {self.depth!r}')
         if isinstance(self.depth, int):

@@ -170,6 +170,31 @@ class RunWriter:
                 raise
 
 
+class FollowedRun:
+    """The folder of a run whose records another rank writes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def start(self, record: StartRecord) -> None:
+        """Write nothing, like all that follows."""
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def sync(self) -> None: ...
+
+    def finish(self, record: RunRecord) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
 def write_comparison(folder: Path, record: ComparisonRecord, page: str) -> None:
     """Write both files; readers see all of each or none."""
     _write_record(folder, COMPARISON_FILE, record)

@@ -16,15 +16,22 @@ from hotrow.embedding.arguments import usable_device
 from hotrow.embedding.collection import EmbeddingBagCollection, EmbeddingCollection
 from hotrow.engine.profile import Profile, load_profile
 from hotrow.engine.strategy import STRATEGIES
+from hotrow.inputs.rank_part import whole_batches
 from hotrow.inputs.tables import EmbeddingBagConfig, EmbeddingConfig, group_by_width
 from hotrow.models import MODELS
-from hotrow.run.config import DENSE_OPTIMIZERS, DenseOptimizerSection, RunConfig
+from hotrow.run.config import (
+    DENSE_OPTIMIZERS,
+    DenseOptimizerSection,
+    EmbeddingSection,
+    RunConfig,
+)
 from hotrow.run.source import AnyBatch, Samples, open_samples
 from hotrow.run.strategy_names import find_named
 from hotrow.sizing.budgets import AUTO, auto_budget, buffer_part_of
 from hotrow.store.budget import share_out
 from hotrow.support.messages import few, many, warn
 from hotrow.support.records import EvalRecord, StepRecord
+from hotrow.support.units import parse_bytes
 from hotrow.systems.fae.fae import FAE
 from hotrow.systems.hotline.hotline import Hotline
 from hotrow.systems.slipstream.slipstream import RandomDrop, Slipstream
@@ -129,12 +136,6 @@ def build(
     `done` is the number of steps taken before, whose results the caller loads into the job.
     `position` is the first batch, if it is not `done`.
     """
-    ranks = current_part().ranks
-    if ranks > 1:
-        raise ValueError(
-            f"runs of hotrow's own jobs work on one rank so far, and there are {ranks}: start the "
-            "program once, or train a model of your own with hotrow.Trainer"
-        )
     samples = samples or open_data(config)
     config = with_budget(config, samples)
     first = done if position is None else position
@@ -156,7 +157,8 @@ def build(
     )
     # Reserve now, so that the memory shown before the first batch is what it will be.
     if samples.lookups is not None:
-        embedding.reserve(config.data.batch_size, samples.lookups)
+        largest_part = -(-config.data.batch_size // current_part().ranks)
+        embedding.reserve(largest_part, samples.lookups)
     trainer.step = done
     return Job(config, samples, embedding, model, optimizer, trainer, done, first)
 
@@ -171,9 +173,10 @@ def model_of(config: RunConfig, samples: Samples, embedding: nn.Module) -> nn.Mo
 
 
 def with_budget(config: RunConfig, samples: Samples) -> RunConfig:
-    """Return the configuration with a budget in bytes instead of "auto"."""
+    """Return the configuration with a budget in bytes instead of "auto". On several ranks each
+    collection chooses for the rows that its rank owns."""
     section = config.embedding
-    if section.budget != AUTO:
+    if section.budget != AUTO or current_part().ranks > 1:
         return config
     strategy = find_named(section.strategy).rows
     if not strategy.needs_budget:
@@ -202,7 +205,8 @@ def all_fast(config: RunConfig) -> RunConfig:
 
 def differences(left: Job, right: Job) -> list[str]:
     """Return the dense weights and tables whose bits differ; a weight that one job lacks differs.
-    Rows are compared with their optimizer state."""
+    Rows are compared with their optimizer state. Several ranks call this together; each compares
+    the rows that it owns."""
     weights, others = dense_weights(left.model), dense_weights(right.model)
     names = [
         name
@@ -231,7 +235,10 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _rows(job: Job, table: str) -> Tensor:
-    return torch.cat([rows for _, rows in job.embedding.rows(table)])
+    if job.embedding.ranks is None:
+        return torch.cat([rows for _, rows in job.embedding.rows(table)])
+    job.embedding.row_access.settle()  # replicas go to their owners, too
+    return job.embedding.row_access.stored(table).cpu()
 
 
 def dense_optimizer(
@@ -252,21 +259,45 @@ def _embedding(
 ) -> EmbeddingBagCollection:
     is_sequence = config.model.num_steps is not None
     collection = EmbeddingCollection if is_sequence else EmbeddingBagCollection
+    section = _with_pins(config, samples, current_part().ranks)
     try:
         return collection(
             tables=tables_of(config, samples),
-            optimizer=config.embedding.optimizer.rule(),
-            budget=config.embedding.budget,
-            strategy=find_named(config.embedding.strategy).rows,
-            device=config.run.device,
+            optimizer=section.optimizer.rule(),
+            budget=section.budget,
+            strategy=find_named(section.strategy).rows,
+            device=_device(config.run.device),
             seed=config.run.seed,
-            fill=config.embedding.fill,
+            fill=section.fill,
             profile=profile,
+            replicate=section.replicate or 0,
         )
     except RuntimeError as error:
         if isinstance(error.__cause__, ImportError):  # Triton is missing, which is not a bug
             raise ValueError(str(error)) from error
         raise
+
+
+def _device(name: str) -> str:
+    """Return the device of this rank: "cuda" is the GPU that it was given."""
+    is_shared = name == "cuda" and current_part().ranks > 1 and torch.cuda.is_available()
+    return f"cuda:{torch.cuda.current_device()}" if is_shared else name
+
+
+def _with_pins(config: RunConfig, samples: Samples, ranks: int) -> EmbeddingSection:
+    """Return the settings of the collection. Rows that a system pins are on every rank, beside the
+    budget: unless `replicate` says how many, they get half of it."""
+    section = config.embedding
+    if ranks == 1 or section.replicate is not None or find_named(section.strategy).system is None:
+        return section
+    if section.budget == AUTO:
+        raise ValueError(
+            f'embedding.budget = "auto" leaves open what {section.strategy} may pin on {ranks} '
+            "ranks: give embedding.replicate, the bytes of rows that every rank keeps"
+        )
+    owned = config.row_bytes * sum(rows for rows, _ in samples.tables.values()) // ranks
+    total = parse_bytes(section.budget, total=owned)
+    return replace(section, budget=total - total // 2, replicate=total // 2)
 
 
 def _profile(given: bool | str, samples: Samples) -> Profile | None:
@@ -358,7 +389,7 @@ def _validation(samples: Samples) -> Iterable[AnyBatch] | None:
     except ValueError as error:
         warn(str(error))
         return None
-    return Again(lambda: iter(samples.split("validation").batches))
+    return Again(lambda: samples.split("validation").batches)
 
 
 def _has_sample_numbers(samples: Samples, steps: int) -> bool:
@@ -372,14 +403,19 @@ class Again:
 
     def __init__(
         self,
-        batches: Callable[[], Iterator[AnyBatch]],
+        batches: Callable[[], Iterable[AnyBatch]],
         count: int | None = None,
         batches_per_epoch: int | None = None,
     ) -> None:
         self._batches, self._count, self.batches_per_epoch = batches, count, batches_per_epoch
 
     def __iter__(self) -> Iterator[AnyBatch]:
-        return self._batches()
+        return iter(self._batches())
+
+    def whole_batches(self) -> Again:
+        """Return the same batches, whole on every rank."""
+
+        return Again(lambda: whole_batches(self._batches()), self._count, self.batches_per_epoch)
 
     def __len__(self) -> int:
         if self._count is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -16,8 +17,9 @@ from hotrow.checkpoint.folder import IN_RUN, LATEST, latest_in, saved_in, why_no
 from hotrow.checkpoint.loading import RowsReplaced
 from hotrow.checkpoint.manifest import CHECKPOINT_FILE, MODEL_FILE, NewerFormat
 from hotrow.run.config import RunConfig, from_settings
-from hotrow.run.files import MODEL_FOLDER, read_run, read_steps
+from hotrow.run.files import MODEL_FOLDER, read_run, read_start, read_steps
 from hotrow.run.job import Job, build
+from hotrow.run.ranks import RunRanks
 from hotrow.run.saving import RunState, checkpoints_of
 from hotrow.run.source import Description, Samples
 from hotrow.run.strategy_names import find_named
@@ -48,14 +50,39 @@ class Begun:
 
 def find_run_to_resume(config: RunConfig, runs: Path) -> Path | None:
     """Return the folder of the newest run of this name that has a checkpoint."""
+    return next((path for path in _runs(config, runs) if _has_checkpoint(config, path)), None)
+
+
+def find_restarted(config: RunConfig, runs: Path, launch: str | None) -> Path | None:
+    """Return the folder in which a launch of torchrun began before it was restarted; None: it has
+    no checkpoint yet, and the run begins anew."""
+    for path in _runs(config, runs):
+        if launch is not None and _launch_of(path) == launch:
+            return path if _has_checkpoint(config, path) else None
+    return None
+
+
+def _launch_of(run: Path) -> Any:
+    try:
+        start = read_start(run)
+    except ValueError:  # damaged
+        return None
+    return None if start is None else start.environment.get("launch")
+
+
+def _runs(config: RunConfig, runs: Path) -> list[Path]:
+    """Return the folders of runs of this name, the newest first."""
     pattern = re.compile(re.escape(config.run.name) + r"(?:-(\d+))?")
     folders = [
         (int(match[1] or 1), path)
         for path in (runs.iterdir() if runs.is_dir() else ())
         if (match := pattern.fullmatch(path.name))
-        and latest_in(checkpoints_of(config.checkpoint, path)) is not None
     ]
-    return max(folders)[1] if folders else None
+    return [path for _, path in sorted(folders, reverse=True)]
+
+
+def _has_checkpoint(config: RunConfig, run: Path) -> bool:
+    return latest_in(checkpoints_of(config.checkpoint, run)) is not None
 
 
 def has_ended(run: Path, config: RunConfig, steps: int) -> bool:
@@ -103,15 +130,24 @@ def _none_is_whole(root: Path, errors: list[str]) -> ValueError:
     return ValueError(f"no checkpoint in {root} can be used: {few(errors, most=2, between='; ')}")
 
 
-def resume(config: RunConfig, run: Path, samples: Samples, warn: Callable[[str], None]) -> Begun:
-    """Build a job with the state of the newest whole checkpoint; warn of damaged ones."""
+def resume(
+    config: RunConfig,
+    run: Path,
+    samples: Samples,
+    warn: Callable[[str], None],
+    ranks: RunRanks | None = None,
+) -> Begun:
+    """Build a job with the state of the newest whole checkpoint; warn of damaged ones. Several
+    ranks call this together."""
+    ranks = ranks or RunRanks()
     root = checkpoints_of(config.checkpoint, run)
     if (why_not := why_not_latest(root)) is not None:
         warn(why_not)
     errors = []
-    for folder in _newest_first(root):
+    names = ranks.from_first(lambda: json.dumps([path.name for path in _newest_first(root)]))
+    for folder in (root / name for name in json.loads(names)):
         try:
-            return _resume(Checkpoint(folder), config, run, samples, warn)
+            return _resume(_open(folder, ranks), config, run, samples, warn)
         except NewerFormat:
             raise
         except _OtherRun as error:
@@ -127,6 +163,18 @@ def resume(config: RunConfig, run: Path, samples: Samples, warn: Callable[[str],
             "checkpoint.folder looks for them: leave that out, or move them there"
         )
     raise _none_is_whole(root, errors)
+
+
+def _open(folder: Path, ranks: RunRanks) -> Checkpoint:
+    opened: list[Checkpoint] = []
+
+    def read() -> str:
+        opened.append(Checkpoint(folder))
+        return opened[0].manifest.checksum
+
+    if len(set(ranks.do(read))) > 1:
+        raise ValueError("ranks see different checkpoints: all of them must see the same folder")
+    return opened[0]
 
 
 def _resume(

@@ -14,8 +14,9 @@ from hotrow.checkpoint import Save, begin_checkpoint, save_checkpoint
 from hotrow.checkpoint.folder import IN_RUN
 from hotrow.checkpoint.parts import dense_state
 from hotrow.run.config import CheckpointSection
-from hotrow.run.files import RunWriter, environment
+from hotrow.run.files import FollowedRun, RunWriter, environment
 from hotrow.run.job import Job
+from hotrow.run.stopping import Request
 from hotrow.run.tally import Tally
 from hotrow.support.files import make_folder
 from hotrow.support.manifests import Count
@@ -60,7 +61,7 @@ class Saving:
     def __init__(
         self,
         job: Job,
-        run: RunWriter,
+        run: RunWriter | FollowedRun,
         tally: Tally,
         *,
         started: str,
@@ -68,6 +69,7 @@ class Saving:
         last: Saved | None = None,
         warn: Callable[[str], None],
         tell: Callable[..., None],  # `event`, and its facts
+        is_first: bool = True,  # of several ranks
     ) -> None:
         self.last, self._position = last, job.position
         self._job, self._run, self._tally = job, run, tally
@@ -78,7 +80,7 @@ class Saving:
         self._warned: set[str] = set()
         self._figures = {"saved": 0, "seconds": 0.0, "pause_seconds": 0.0, "waited_seconds": 0.0}
         self.root = checkpoints_of(self._section, run.folder)
-        if self._section.folder is not None:
+        if self._section.folder is not None and is_first:
             self._make_folder()
 
     def _make_folder(self) -> None:
@@ -110,11 +112,17 @@ class Saving:
             self._failed(step, error)
 
     def _is_due(self, step: int) -> bool:
-        steps, seconds = self._section.every_steps, self._section.every_seconds
+        steps = self._section.every_steps
         if steps is not None and step % steps == 0:
             return True
+        return bool(self._job.trainer.requested & Request.SAVE)
+
+    def request(self) -> int:
+        """Return `Request.SAVE` if a timed checkpoint is due on this rank."""
+        seconds = self._section.every_seconds
         is_over = self._under_way is None  # seconds count from the end of the previous one
-        return seconds is not None and is_over and monotonic() - self._saved_at >= seconds
+        is_due = seconds is not None and is_over and monotonic() - self._saved_at >= seconds
+        return Request.SAVE * is_due
 
     def save(self, step: int) -> None:
         """Save now, unless this step is saved already or the loss is NaN."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
-import signal
-import sys
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 
@@ -22,7 +20,14 @@ from hotrow.checkpoint.model import bytes_of
 from hotrow.embedding.row_verifier import CorruptRows, RowVerifier
 from hotrow.run.board import TensorBoard, event_classes
 from hotrow.run.config import RunConfig
-from hotrow.run.files import MODEL_FOLDER, RunWriter, environment, now, refuse_busy
+from hotrow.run.files import (
+    MODEL_FOLDER,
+    FollowedRun,
+    RunWriter,
+    environment,
+    now,
+    refuse_busy,
+)
 from hotrow.run.job import (
     Job,
     all_fast,
@@ -33,11 +38,22 @@ from hotrow.run.job import (
     told_of,
     total_steps,
 )
+from hotrow.run.rank_records import of_all_ranks, rank_records
+from hotrow.run.ranks import RunRanks
 from hotrow.run.resume import Begun, has_ended, resume
 from hotrow.run.saving import Saved, Saving, not_finite
+from hotrow.run.stopping import StopAfterStep
 from hotrow.run.tally import Tally, limit_of
 from hotrow.run.tracing import ChromeTrace, Traced
-from hotrow.support.records import EvalRecord, Limit, RunRecord, StartRecord, TableRecord, Times
+from hotrow.support.records import (
+    EvalRecord,
+    Limit,
+    RankRecord,
+    RunRecord,
+    StartRecord,
+    TableRecord,
+    Times,
+)
 from hotrow.support.units import show_bytes
 
 Advance = Callable[[Tally], None]
@@ -51,33 +67,6 @@ class Observer(Protocol):
     def progress(self, title: str, *, steps: int) -> AbstractContextManager[Advance]: ...
     def tell(self, event: str, **facts: Any) -> None: ...  # "resumed", "checkpoint", "differs"
     def end(self, result: Result) -> None: ...
-
-
-class StopAfterStep:
-    """Handles Ctrl-C: the first one stops after the current step, the second one at once.
-
-    SIGTERM is handled in the same way; only the exit code of a saved run differs.
-    """
-
-    asked = False
-    to_terminate = False
-    _signals = (signal.SIGINT, signal.SIGTERM)
-
-    def __enter__(self) -> Self:
-        self._before: list[Any] = []
-        if threading.current_thread() is threading.main_thread():  # only it may set handlers
-            self._before = [signal.signal(number, self._ask) for number in self._signals]
-        return self
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked, self.to_terminate = True, number == signal.SIGTERM
-        print("stopping after this step; Ctrl-C again stops at once", file=sys.stderr, flush=True)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in zip(self._signals, self._before, strict=False):
-            signal.signal(number, handler)
 
 
 @dataclass(frozen=True)
@@ -97,38 +86,41 @@ def train_run(
     traced: Traced | None,
     observer: Observer,
     stop: StopAfterStep,
+    ranks: RunRanks | None = None,
 ) -> Result | None:
-    """Train in a new folder of `runs`, or resume the run in `folder`; None: it has ended."""
+    """Train in a new folder of `runs`, or resume the run in `folder`; None: it has ended. Several
+    ranks call this together; the first one writes the records."""
+    ranks = ranks or RunRanks()
     if config.run.tensorboard:
         event_classes()  # raises if it is not installed
     if folder is not None:
-        refuse_busy(folder)
+        ranks.from_first(partial(_refuse_busy, folder))
+    refuse_small_batches(config, ranks.size)
     samples = open_data(config)
     steps = total_steps(config, samples)
-    traced = None if traced is None else traced.within(steps)
+    traced = None if traced is None or not ranks.is_first else traced.within(steps)
     samples.split("test")  # refuses an empty split before training
     if config.training.eval_every is not None:
         samples.split("validation")
     if folder is None:
         begun = Begun(build(config, samples), Tally(), now())
-    elif has_ended(folder, config, steps):
+    elif ranks.from_first(lambda: "ended" if has_ended(folder, config, steps) else ""):
         observer.warn(
             f"{folder} has ended, and there is nothing to go on with; more training.epochs, "
             "training.steps or training.patience make it longer"
         )
         return None
     else:
-        begun = resume(config, folder, samples, observer.warn)
+        begun = resume(config, folder, samples, observer.warn, ranks)
     job = begun.job
     with (
-        RunWriter(runs, name=config.run.name)
-        if folder is None
-        else RunWriter.going_on(folder, after=job.done) as run,
+        _open_folder(runs, config.run.name, folder, job.done, ranks) as run,
         TensorBoard(run.folder, config, job.done)
-        if config.run.tensorboard
+        if config.run.tensorboard and ranks.is_first
         else nullcontext() as board,
         stop,
     ):
+        ranks.check_folder(run.folder)
         observer.start(job, run.folder)
         if begun.checkpoint is not None:
             observer.tell("resumed", step=job.done, checkpoint=str(begun.checkpoint))
@@ -137,9 +129,40 @@ def train_run(
         tracing = None
         if traced is not None:
             tracing = ChromeTrace(run.folder, traced, device=config.run.device)
-        result = Session(begun, run, board, observer, stop, tracing).run(steps)
+        session = Session(begun, run, board, observer, stop, tracing, ranks)
+        result = session.run(steps)
         observer.end(result)
     return result
+
+
+def _refuse_busy(folder: Path) -> str:
+    refuse_busy(folder)
+    return ""
+
+
+def refuse_small_batches(config: RunConfig, ranks: int) -> None:
+    """Raise if some rank would never have a sample."""
+    if config.data.batch_size < ranks:
+        raise ValueError(
+            f"data.batch_size is {config.data.batch_size:,}, and {ranks:,} ranks share each batch: "
+            "give larger batches, or fewer ranks"
+        )
+
+
+def _open_folder(
+    runs: Path, name: str, folder: Path | None, done: int, ranks: RunRanks
+) -> RunWriter | FollowedRun:
+    """Open the folder of a run, a new one or `folder`; the other ranks learn it from the first."""
+    opened: list[RunWriter] = []
+
+    def open_first() -> str:
+        opened.append(
+            RunWriter(runs, name=name) if folder is None else RunWriter.going_on(folder, after=done)
+        )
+        return str(opened[0].folder)
+
+    place = ranks.from_first(open_first)
+    return opened[0] if opened else FollowedRun(Path(place))
 
 
 def _warn_of_little_space(job: Job, folder: Path, observer: Observer) -> None:
@@ -158,25 +181,30 @@ class Session:
     def __init__(
         self,
         begun: Begun,
-        run: RunWriter,
+        run: RunWriter | FollowedRun,
         board: TensorBoard | None,
         observer: Observer,
         stop: StopAfterStep,
         tracing: ChromeTrace | None,
+        ranks: RunRanks,
     ) -> None:
         job = begun.job
+        self._ranks = ranks
         self._job, self._run, self._config = job, run, job.config
         self._board, self._observer, self._stop, self._tracing = board, observer, stop, tracing
         self._tally, self._resumed_after = begun.tally, begun.resumed_after
         last = None if begun.checkpoint is None else Saved(begun.checkpoint, job.done)
         self._saving = Saving(
             job, run, self._tally, started=begun.started, resumed_after=self._resumed_after,
-            last=last, warn=observer.warn, tell=observer.tell,
+            last=last, warn=observer.warn, tell=observer.tell, is_first=ranks.is_first,
         )  # fmt: skip
+        # One timer decides for all ranks.
+        timed = self._saving.request if ranks.is_first else int
+        job.trainer.hear(lambda: stop.requests() | timed())
         self._start = StartRecord(
             begun.started,
             settings=asdict(self._config),
-            environment=environment(self._config.run.device),
+            environment=environment(self._config.run.device) | ranks.facts(),
             memory=job.embedding.memory(),
         )
         self._outcome = "failed"
@@ -184,6 +212,7 @@ class Session:
         self._all_fast: Times | None = None  # of the steps that `_is_equal` compares
         self._model: Path | None = None
         self._unsaved: list[str] = []
+        self._rank_records: tuple[RankRecord, ...] = ()  # gathered when all have trained
 
     def run(self, steps: int) -> Result:
         """Train, evaluate, save and compare."""
@@ -200,7 +229,7 @@ class Session:
             raise
         except Exception as error:
             saving.end()
-            if saving.last is not None:
+            if saving.last is not None and self._ranks.is_first:
                 self._observer.warn(_how_to_resume(error, self._run.folder, saving.last))
             raise
         finally:
@@ -237,14 +266,15 @@ class Session:
                 if verifier is not None and verify_every:
                     is_verified = record.step % verify_every == 0
                     if is_verified:
-                        verifier.verify(record.step)  # before wrong rows are saved
+                        self._verify(verifier, record.step)  # before wrong rows are saved
+                self._stop.agree(job.trainer.requested)
                 self._saving.after_step(record.step)
                 settled = _has_settled(tally.evaluations, training.patience)
                 if self._stop.asked or settled or self._has_diverged():
                     break
         if verifier is not None:
             if not is_verified:  # the last rows are saved, too
-                verifier.verify(record.step)
+                self._verify(verifier, record.step)
             verifier.end()
         tally.finish()
         limit = self._limit()
@@ -254,7 +284,29 @@ class Session:
             self._saving.end()  # the last good checkpoint may still be written
             self._warn_of_divergence()
 
+    def _verify(self, verifier: RowVerifier, step: int) -> None:
+        """Verify the rows of all ranks; wrong rows of one raise on all."""
+        wrong: list[CorruptRows] = []
+
+        def verify() -> str:
+            try:
+                verifier.verify(step)
+            except CorruptRows as error:
+                wrong.append(error)
+                return json.dumps([error.since, str(error)])
+            return ""
+
+        told = self._ranks.do(verify)
+        for rank, text in enumerate(told):
+            if text:
+                since, why = json.loads(text)
+                raise wrong[0] if wrong else CorruptRows(f"rank {rank}: {why}", since)
+
     def _after_training(self) -> None:
+        # Signals may have come after the last step.
+        for requests in self._ranks.do(lambda: str(int(self._stop.requests()))):
+            self._stop.agree(int(requests))
+        self._rank_records = rank_records(self._job.trainer)
         config, stop, warn = self._config, self._stop, self._observer.warn
         why_not = self._why_no_model()
         outcome = "interrupted" if stop.asked else "finished" if why_not is None else "diverged"
@@ -290,8 +342,7 @@ class Session:
     def _save_model(self, folder: Path) -> None:
         """Save the model. A full disk does not lose the record of the run."""
         try:
-            if folder.exists():  # of the same run, before it was resumed
-                shutil.rmtree(folder)
+            self._ranks.from_first(lambda: _remove(folder))
             save_model(folder, self._job.model)
             self._model = folder
         except OSError as error:
@@ -332,10 +383,12 @@ class Session:
         """Train the same job with all rows in fast memory and compare all bits; None: stopped."""
         losses = self._tally.losses
         reference, tally = build(all_fast(self._config)), Tally()
+        reference.trainer.hear(self._stop.requests)
         with self._observer.progress("all-fast", steps=len(losses)) as advance:
             for record in reference.train():
                 tally.add(record)
                 advance(tally)
+                self._stop.agree(reference.trainer.requested)
                 if self._stop.asked:
                     return None
                 if tally.steps == len(losses):
@@ -345,9 +398,15 @@ class Session:
         # As text, in which NaN equals NaN and floats have all digits.
         unequal = [] if repr(losses) == repr(tally.losses) else ["losses"]
         unequal += differences(self._job, reference)
+        unequal = self._of_all_ranks(unequal)
         if unequal:
             self._observer.tell("differs", what=unequal)
         return not unequal
+
+    def _of_all_ranks(self, names: list[str]) -> list[str]:
+        """Return what differs on some rank. Each compares weights, and the rows that it owns."""
+        every = [json.loads(text) for text in self._ranks.do(lambda: json.dumps(names))]
+        return list(dict.fromkeys(name for of_rank in every for name in of_rank))
 
     def _finish(self) -> RunRecord:
         """Write the record of the run as it is now."""
@@ -361,10 +420,13 @@ class Session:
             settings=start.settings,
             environment=start.environment,
             memory=embedding.memory(),
-            summary=tally.summary(
-                fast_rows_share=embedding.num_slots / embedding.num_rows,
-                equal_to_all_fast=self._is_equal,
-                chunked_batches=traffic.chunked_batches,
+            summary=of_all_ranks(
+                tally.summary(
+                    fast_rows_share=embedding.num_slots / embedding.num_rows,
+                    equal_to_all_fast=self._is_equal,
+                    chunked_batches=traffic.chunked_batches,
+                ),
+                self._rank_records,
             ),
             evaluations=tuple(tally.evaluations),
             data=job.samples.described(),
@@ -381,6 +443,7 @@ class Session:
             },
             times=tally.times(),
             limit=self._limit(),
+            ranks=self._rank_records,
         )
         self._run.finish(record)
         return record
@@ -393,6 +456,13 @@ class Session:
             remedy=remedy,
             all_fast=self._all_fast,
         )
+
+
+def _remove(model: Path) -> str:
+    """Remove the model of the same run, from before it was resumed."""
+    if model.exists():
+        shutil.rmtree(model)
+    return ""
 
 
 def _how_to_resume(error: Exception, folder: Path, saved: Saved) -> str:

@@ -48,10 +48,12 @@ class StepRecord(Counted):
     waited: float = math.nan
     # Fetched before any lookup asked for them, to be pinned; `bytes_fetched` has theirs, too.
     loaded_rows: int = 0
-    # Bytes that this rank has sent to others; `samples` and `loss` are those of all ranks.
+    # On several ranks `samples` and `loss` are those of all. Everything else is one rank's: lookups
+    # of its samples, moves of the rows that it owns for all ranks, and bytes that it has sent.
     bytes_of_ids: int = 0
     bytes_of_rows: int = 0
     bytes_of_grads: int = 0
+    rank_seconds: float = 0.0  # of `seconds`, what this rank has waited for others
 
     @property
     def bytes_sent(self) -> int:
@@ -111,7 +113,7 @@ class Summary:
     bytes_moved: int
     equal_to_all_fast: bool | None = None  # None: not compared
     chunked_batches: int = 0  # whose rows did not fit the slots together
-    bytes_sent: int = 0  # to other ranks, by one of them
+    bytes_sent: int = 0  # to other ranks, by all of them together
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,20 +127,25 @@ class Times:
     rows_seconds: float
     waited: float = math.nan  # mean over the steps in which it was measured
     chunk_seconds: float = 0.0
+    rank_seconds: float = 0.0  # waiting for other ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
     """What a run waits for most."""
 
-    part: str  # "link", "planning", "chunks", "loader" or "dense part"
+    part: str  # "link", "planning", "chunks", "loader", "ranks" or "dense part"
     share: float  # of a step's time
     message: str  # with what to change
 
     @property
     def name(self) -> str:
         """The part in words."""
-        others = {"planning": "planning", "chunks": "a budget too small for batches"}
+        others = {
+            "planning": "planning",
+            "chunks": "a budget too small for batches",
+            "ranks": "what ranks exchange",
+        }
         return others.get(self.part, f"the {self.part}")
 
     @property
@@ -178,6 +185,54 @@ class StartRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class RankRecord(Counted):
+    """What one of several ranks has trained since its process was started. Its rows are those that
+    it owns; they are looked up by all ranks."""
+
+    rank: int
+    machine: str
+    device: str
+    owned_rows: int
+    num_slots: int
+    samples: int
+    lookups: int  # of its samples
+    unique_rows: int  # that it asked owners for, itself among them, each once per batch
+    served_rows: int  # that ranks asked of it, itself among them
+    fetched_rows: int  # from slow memory, of its own rows
+    bytes_fetched: int  # over the link to its host, and back
+    bytes_evicted: int
+    bytes_of_ids: int  # sent to other ranks
+    bytes_of_rows: int
+    bytes_of_grads: int
+    seconds: float  # of training, without evaluation
+    # Of `seconds`, in calls that wait for messages of other ranks: headers, ids, rows, gradients
+    # and averages. What a call itself sends and copies counts; what a GPU waits for NCCL does not.
+    wait_seconds: float
+    fast_bytes: int  # of fast memory: slots, replicas and all that belongs to them
+    host_bytes: int  # of its process in host memory, at the most
+    chunked_batches: int = 0  # whose rows did not fit its slots together
+    evicted_rows: int = 0
+    loaded_rows: int = 0  # fetched to be pinned, before any lookup
+
+    @property
+    def rows_moved(self) -> int:
+        return self.fetched_rows + self.loaded_rows + self.evicted_rows
+
+    @property
+    def bytes_moved(self) -> int:
+        return self.bytes_fetched + self.bytes_evicted
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.bytes_of_ids + self.bytes_of_rows + self.bytes_of_grads
+
+    @property
+    def wait_share(self) -> float:
+        """Share of training in which it waited for other ranks."""
+        return self.wait_seconds / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class RunRecord:
     """Everything about a run but its steps."""
 
@@ -201,6 +256,7 @@ class RunRecord:
     saving: Mapping[str, float] = field(default_factory=dict)
     # Whether the model beside it is of its end, and not of before it went on; None: not known.
     has_model: bool | None = None
+    ranks: tuple[RankRecord, ...] = ()  # of several ranks; `memory` and `times` are those of rank 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +297,7 @@ class Figures:
     normalised_entropy: float = math.nan
     slow_run: float = math.nan  # `whole_run` of the slowest repetition
     fast_run: float = math.nan  # and of the fastest
+    ranks: tuple[RankRecord, ...] = ()  # of several ranks; `memory` is that of rank 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +319,7 @@ class ComparisonRecord:
     notes: tuple[str, ...]
     strategies: tuple[Figures, ...]
     advice: str = ""
+    ranks: int = 1  # that trained each strategy; the budget is that of each rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,9 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate
+from operator import or_
 from typing import Any
 
 import torch
@@ -18,9 +20,12 @@ from torch import Tensor, nn
 
 from hotrow.distributed.exchange import Exchange
 from hotrow.distributed.ranks import Channel, Header, Op
+from hotrow.distributed.whole_batches import check_equal
+from hotrow.distributed.wire import BatchCounts
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.embedding.in_models import named_modules
 from hotrow.embedding.stand_ins import stand_in_of
+from hotrow.inputs.rank_part import RankPart
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,16 @@ class Part:
     samples: int  # of all ranks
     scale: float  # of the mean loss of this rank's samples, so that averages are those of all
     first: int  # the first rank that has samples
+    requests: int = 0  # bits that ranks have sent with the step; see `Trainer.requests`
+
+
+@dataclass
+class OwnCounts:
+    """What one rank has trained, of the steps that all have made."""
+
+    samples: int = 0
+    seconds: float = 0.0
+    wait_seconds: float = 0.0  # of `seconds`, for other ranks
 
 
 class SharedDense:
@@ -46,7 +61,9 @@ class SharedDense:
             )
         _refuse_wrapped(model)
         self._model, self._exchange = model, exchanges[0]
+        self.checksum = 0  # of the next batch, where every rank has read all of it
         self._collections = sorted(shared, key=lambda c: c.exchange.number)  # type: ignore[union-attr]
+        self.own = OwnCounts()
 
     def start_alike(self, others: Iterable[Tensor]) -> None:
         """Give all ranks the weights and buffers of the first one; `others` are weights that the
@@ -73,13 +90,22 @@ class SharedDense:
                 for tensor, part in zip(group, _parts(flat, group), strict=True):
                     tensor.copy_(part)
 
-    def part(self, samples: int, step: int) -> Part:
-        """Return what a rank trains of a batch, of which it has so many samples."""
-        header = Header(Op.PART, self._exchange.number, step, words=[samples])
-        counts: list[int] = self._ranks.run(header, None)
+    def part(self, samples: int, step: int, requests: int = 0) -> Part:
+        """Return what a rank trains of a batch, of which it has so many samples, and the requests
+        of all ranks. Raises on all ranks if they have other checksums of the whole batch."""
+        words = [samples, self.checksum]
+        header = Header(Op.PART, self._exchange.number, step, status=requests, words=words)
+        counts: list[int]
+        counts, sent = self._ranks.run(header, None)
+        self.own.samples += samples
         total = sum(counts)
         scale = samples * self._ranks.size / total if total else 0.0
-        return Part(total, scale, next((r for r, count in enumerate(counts) if count), 0))
+        first = next((r for r, count in enumerate(counts) if count), 0)
+        return Part(total, scale, first, reduce(or_, sent))
+
+    def place_of(self, collection: EmbeddingBagCollection) -> int:
+        """Return where a collection stands in the order in which ranks exchange gradients."""
+        return self._collections.index(collection)
 
     @property
     def device(self) -> torch.device:
@@ -89,12 +115,35 @@ class SharedDense:
         """Return the loss of no samples."""
         return torch.zeros((), device=self.device)
 
-    def sent_bytes(self) -> dict[str, int]:
-        """Return what this rank has sent to others so far, named as in a StepRecord."""
+    def counters(self) -> dict[str, int]:
+        """Return what this rank has looked up and sent to others so far, named as in a StepRecord.
+        Counters of its rows are of the lookups that all ranks ask of it."""
         sent = Counter[str]()
         for collection in self._collections:
             sent.update(collection.sent_bytes())
-        return {f"bytes_of_{kind}": sent[kind] for kind in ("ids", "rows", "grads")}
+        batches = self._batches
+        return {
+            "lookups": sum(x.lookups for x in batches),
+            "unique_rows": sum(x.unique_rows for x in batches),
+            **{f"bytes_of_{kind}": sent[kind] for kind in ("ids", "rows", "grads")},
+        }
+
+    @property
+    def _batches(self) -> list[BatchCounts]:
+        return [c.exchange.wire.batches for c in self._collections if c.exchange is not None]
+
+    def served_rows(self) -> int:
+        """Return how many rows ranks have asked of this one in training so far."""
+        return sum(x.served_rows for x in self._batches)
+
+    @property
+    def rank(self) -> int:
+        return self._ranks.rank
+
+    @property
+    def wait_seconds(self) -> float:
+        """See Ranks."""
+        return self._ranks.wait_seconds
 
     def looks_up(self) -> bool:
         """Whether a batch was looked up since gradients were exchanged."""
@@ -143,7 +192,7 @@ class SharedDense:
         """Return the pieces of all ranks as one tensor for each sequence, in the order that one
         process has: first by batch, then by rank. Ranks may have different numbers of batches."""
         mine = [[[len(x) for x in each], [list(x.shape[1:]) for x in each][:1]] for each in pieces]
-        said = [json.loads(text) for text in self._say(json.dumps(mine))]
+        said = [json.loads(text) for text in self.texts(json.dumps(mine))]
         found = []
         for place, each in enumerate(pieces):
             sizes = [of_rank[place][0] for of_rank in said]
@@ -172,10 +221,19 @@ class SharedDense:
 
     def sums(self, *values: float) -> list[float]:
         """Return sums over all ranks, added in rank order."""
-        said = [json.loads(text) for text in self._say(json.dumps(values))]
+        said = [json.loads(text) for text in self.texts(json.dumps(values))]
         return [sum(of_rank[place] for of_rank in said) for place in range(len(values))]
 
-    def _say(self, text: str) -> list[str]:
+    @property
+    def rank_part(self) -> RankPart:
+        """The part of whole batches that this rank trains."""
+        return RankPart(self._ranks.rank, self._ranks.size)
+
+    def check_equal(self, text: str, what: str) -> None:
+        """Raise on all ranks if they do not say the same; `what` they have."""
+        check_equal(self.texts(text), what)
+
+    def texts(self, text: str) -> list[str]:
         """Return what all ranks say, once all have come here: until then this one answers those
         that read."""
         header = Header(Op.CHECK, self._exchange.number)

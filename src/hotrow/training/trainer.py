@@ -26,6 +26,7 @@ from hotrow.embedding.ahead import Ahead
 from hotrow.embedding.arguments import usable_device
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.embedding.in_models import collections_in, module_tables_in
+from hotrow.inputs.rank_part import RankPart, whole_batches
 from hotrow.inputs.tree import to_device
 from hotrow.support.clock import Clock, named
 from hotrow.support.records import EvalRecord, LateStepRecord, StepRecord
@@ -35,6 +36,7 @@ from hotrow.training.graphed import GraphedStep, check_optimizer, label_of
 from hotrow.training.ranked_step import RankedStep
 from hotrow.training.shared_dense import SharedDense
 from hotrow.training.static_inputs import PendingLoss
+from hotrow.training.whole_batches import WholeBatches
 
 Batch = TypeVar("Batch")
 
@@ -53,7 +55,9 @@ class System(Protocol[Batch]):
     """Trains batches in passes of its own. Between two passes nothing is in flight, so that rows
     can be read, pinned or brought up to date.
 
-    A system with `keeps_batches = True` reads loaders by `Kept`, or copies samples."""
+    A system with `keeps_batches = True` reads loaders by `Kept`, or copies samples. One with `take`
+    cuts batches by that function of a batch and places of samples. On several ranks batches are
+    whole, and the trainer cuts each rank's part out of those that are to be trained."""
 
     def attach(self, trainer: Trainer[Batch]) -> None:
         """Prepare before training; raise if this model cannot be trained."""
@@ -99,6 +103,7 @@ class Trainer(Generic[Batch]):
         self.device, self.depth = torch.device(device), depth
         self.deterministic = deterministic
         self.step = 0  # steps taken so far, over all calls of run()
+        self._requests: Callable[[], int] = int
         self.loss_samples, self.loss_seconds = 0, 0.0  # of mean_loss
         self.autocast = autocast
         self._algorithms = partial(algorithms, deterministic, self.device)
@@ -119,7 +124,6 @@ class Trainer(Generic[Batch]):
         self._dense: SharedDense | None = None  # with other ranks
         self._step: GraphedStep
         if any(collection.ranks is not None for collection in self._collections.values()):
-            refuse_on_ranks(system)
             self._dense = SharedDense(model, self._collections)
             self._step = RankedStep(
                 model, loss_fn, dense_optimizer, dense=self._dense, lanes=lanes, **options
@@ -128,6 +132,11 @@ class Trainer(Generic[Batch]):
             self._step = GraphedStep(model, loss_fn, dense_optimizer, lanes=lanes, **options)
         self._losses: _Losses | None = None
         self.system = system
+        self.whole = WholeBatches(
+            RankPart() if self._dense is None else self._dense.rank_part,
+            lambda batch: len(self.labels(batch)),
+            getattr(system, "take", None),
+        )
         if isinstance(system, type) or not (system is None or hasattr(system, "attach")):
             raise TypeError(
                 f"system is what orders, splits or leaves out samples, such as hotrow.Hotline(), "
@@ -142,11 +151,30 @@ class Trainer(Generic[Batch]):
                 )
             system.attach(self)
 
+    def hear(self, requests: Callable[[], int]) -> None:
+        """Let `requests` return bits, such as "stop" or "save", that this rank sends to all ranks
+        with each step. All of them find the bits of all ranks in `requested` after the same step,
+        and can act alike."""
+        self._requests = requests
+        if isinstance(self._step, RankedStep):
+            self._step.requests = requests
+
+    @property
+    def requested(self) -> int:
+        """The bits that ranks have sent with the newest step; of one rank alone, its bits now."""
+        if isinstance(self._step, RankedStep):
+            return self._step.requested
+        return self._requests()
+
     def run(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
         """Train one step per batch, and yield one record per step.
 
         Leaving the loop between two steps, by `break` or an exception, finishes what was
         planned: every row is where it belongs, and the next run() goes on from there.
+
+        Of several ranks each has its own part of every batch. With a system, which decides about
+        whole batches, loaders of hotrow are read whole, and others have to give the same whole
+        batches on every rank.
         """
         if not self.model.training:
             self.model.train()
@@ -154,7 +182,8 @@ class Trainer(Generic[Batch]):
         if self.system is None:
             yield from self._pass(batches)
             return
-        passes, asked, before = self.system.passes(batches), perf_counter(), self._counters()
+        passes = self.system.passes(self.whole.of(batches))
+        asked, before = perf_counter(), self._counters()
         try:
             for some in map(iter, passes):
                 for first in some:  # a pass may have no batch
@@ -172,6 +201,10 @@ class Trainer(Generic[Batch]):
         counted: dict[str, int] | None = None,
     ) -> Iterator[StepRecord]:
         """Train one pass; at its end nothing is in flight, and every row is where it belongs."""
+        checksums: deque[int] = deque()  # of the whole batches that are known ahead
+        dense = None if self.system is None else self._dense
+        if dense is not None:
+            batches = self.whole.parts(batches, checksums)
         source = Ahead(
             batches,
             self.model,
@@ -185,6 +218,8 @@ class Trainer(Generic[Batch]):
             before = (counted or self._counters()) | self._times(clock)
             started = perf_counter() if asked is None else asked
             for batch in source:
+                if dense is not None:
+                    dense.checksum = checksums.popleft()
                 with clock.part("train"):
                     loss = self._train(batch)
                 samples = self._step.samples_of(batch)
@@ -195,9 +230,13 @@ class Trainer(Generic[Batch]):
                 if self.device.type == "cpu":  # where rows move, and then the batch is trained
                     waited = moved["rows_seconds"] / seconds
                 kind = LateStepRecord if callable(loss) else StepRecord
+                if self._dense is not None:
+                    self._dense.own.seconds += seconds
+                    self._dense.own.wait_seconds += moved["rank_seconds"]
                 moved |= {"seconds": seconds, "waited": waited}
                 yield kind(self.step, loss, samples, **moved)  # type: ignore[arg-type]
-                before, started = after, perf_counter()  # without the caller's time
+                # Without the caller's time, in which it may evaluate.
+                before, started = after | self._waits(), perf_counter()
         finally:
             source.close()
 
@@ -240,10 +279,15 @@ class Trainer(Generic[Batch]):
         moved = to_device(batch, self.device)
         return moved, lanes_of(self.device).mark_here()
 
-    def mean_loss(self, batches: Iterable[Batch]) -> float:
+    def mean_loss(self, batches: Iterable[Batch], *, whole: bool = False) -> float:
         """Return the mean over all samples, in evaluation mode. Changes no bit of the training.
-        Several ranks call it together; the samples are those of all."""
+
+        Several ranks call it together; the samples are those of all, and all get the same bits.
+        `whole`: every rank has the same whole batches, of which it evaluates its part."""
         total, size, started = 0.0, 0, perf_counter()
+        checksums: deque[int] = deque()
+        if whole and self._dense is not None:
+            batches = self.whole.parts(whole_batches(batches), checksums)
         for batch in batches:
             if self._dense is not None and not len(self.labels(batch)):
                 continue
@@ -252,6 +296,8 @@ class Trainer(Generic[Batch]):
             total += float(self.loss_fn(predictions, labels).mean()) * len(labels)
             size += len(labels)
         if self._dense is not None:
+            if whole:
+                self._dense.check_equal(str([*checksums]), "what test= gives")
             total, samples = self._dense.sums(total, size)
             size = int(samples)
         if not size:
@@ -277,6 +323,11 @@ class Trainer(Generic[Batch]):
             return features[name] if is_named else features
 
         return collection, ids
+
+    @property
+    def shared(self) -> SharedDense | None:
+        """What this rank shares with others, and counts; None: there are no others."""
+        return self._dense
 
     @property
     def loss_fn(self) -> Callable[[Tensor, Tensor], Tensor]:
@@ -316,7 +367,7 @@ class Trainer(Generic[Batch]):
             for name, count in zip(_COUNTERS, moved, strict=True):
                 totals[name] += count
         if self._dense is not None:
-            totals |= self._dense.sent_bytes()
+            totals |= self._dense.counters()
         return totals
 
     def _times(self, clock: Clock) -> dict[str, float]:
@@ -326,7 +377,11 @@ class Trainer(Generic[Batch]):
             "plan_seconds": clock.plan.seconds,
             "rows_seconds": clock.rows.seconds,
             "chunk_seconds": sum(c.chunk_seconds() for c in self._collections.values()),
+            **self._waits(),
         }
+
+    def _waits(self) -> dict[str, float]:
+        return {"rank_seconds": 0.0 if self._dense is None else self._dense.wait_seconds}
 
 
 @contextmanager
@@ -366,15 +421,6 @@ class _Losses:
         pending = PendingLoss(element, self._lanes, self._lanes.mark("train"))
         self._pending.append(pending)
         return pending
-
-
-def refuse_on_ranks(system: object) -> None:
-    """Raise for a system: each rank would order, split or skip its own samples."""
-    if system is not None:
-        raise ValueError(
-            f"{type(system).__name__} trains on one rank so far, because it orders, splits or "
-            "skips samples: start the program once, or train without a system"
-        )
 
 
 @contextmanager

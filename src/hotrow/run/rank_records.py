@@ -1,0 +1,91 @@
+"""What each of several ranks has done, gathered by all of them at the end of a run."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import msgspec
+
+from hotrow.embedding.in_models import collections_in
+from hotrow.run.files import to_json
+from hotrow.support.records import RankRecord, Summary
+from hotrow.training.trainer import Trainer
+
+
+def rank_records(trainer: Trainer[Any]) -> tuple[RankRecord, ...]:
+    """Return the records of all ranks, on all ranks; none where there is one rank.
+
+    All ranks call it together, when none trains. A rank that is gone is a RankError.
+    """
+    shared = trainer.shared
+    if shared is None:
+        return ()
+    texts = shared.texts(to_json(own_record(trainer)))
+    return tuple(msgspec.json.decode(text, type=RankRecord) for text in texts)
+
+
+def own_record(trainer: Trainer[Any]) -> RankRecord:
+    """Return what this rank has done; waits for the device."""
+    shared = trainer.shared
+    assert shared is not None
+    collections = list(collections_in(trainer.model).values())
+    traffic = [collection.traffic() for collection in collections]
+    return RankRecord(
+        rank=shared.rank,
+        machine=platform.node(),
+        device=str(shared.device),
+        owned_rows=sum(collection.num_rows for collection in collections),
+        num_slots=sum(collection.num_slots for collection in collections),
+        served_rows=shared.served_rows(),
+        fetched_rows=sum(x.fetched_rows for x in traffic),
+        evicted_rows=sum(x.evicted_rows for x in traffic),
+        loaded_rows=sum(x.loaded_rows for x in traffic),
+        bytes_fetched=sum(x.bytes_fetched for x in traffic),
+        bytes_evicted=sum(x.bytes_evicted for x in traffic),
+        fast_bytes=sum(sum(collection.memory().values()) for collection in collections),
+        host_bytes=_peak_bytes(),
+        chunked_batches=max(x.chunked_batches for x in traffic),
+        **asdict(shared.own),
+        **shared.counters(),
+    )
+
+
+def of_all_ranks(summary: Summary, ranks: Sequence[RankRecord]) -> Summary:
+    """Return the summary of a run, whose counts are rank 0's own, with those of all ranks.
+
+    Ranks count from the start of their process. Steps that an earlier process has trained are taken
+    to be shared among ranks as those since.
+    """
+    if not ranks:
+        return summary
+    fetched = round((1 - summary.hit_rate) * summary.lookups)
+    lookups = _total(summary.lookups, [x.lookups for x in ranks])
+    fetched = _total(fetched, [x.fetched_rows for x in ranks])
+    return replace(
+        summary,
+        lookups=lookups,
+        hit_rate=1 - fetched / lookups if lookups else 1.0,
+        bytes_moved=_total(summary.bytes_moved, [x.bytes_moved for x in ranks]),
+        bytes_sent=_total(summary.bytes_sent, [x.bytes_sent for x in ranks]),
+        fast_rows_share=sum(x.num_slots for x in ranks) / sum(x.owned_rows for x in ranks),
+        chunked_batches=max(x.chunked_batches for x in ranks),
+    )
+
+
+def _total(of_first: int, counts: Sequence[int]) -> int:
+    """Return the count of all ranks, from that of the first one in the whole run and those of all
+    since their processes started."""
+    earlier = max(0, of_first - counts[0])
+    since = sum(counts)
+    return since + (round(earlier * since / counts[0]) if counts[0] else earlier * len(counts))
+
+
+def _peak_bytes() -> int:
+    """Return the most host memory that this process has had."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
