@@ -81,6 +81,10 @@ class SharedDense:
         scale = samples * self._ranks.size / total if total else 0.0
         return Part(total, scale, next((r for r, count in enumerate(counts) if count), 0))
 
+    def place_of(self, collection: EmbeddingBagCollection) -> int:
+        """Return where a collection stands in the order in which ranks exchange gradients."""
+        return self._collections.index(collection)
+
     @property
     def device(self) -> torch.device:
         return self._collections[0].device
