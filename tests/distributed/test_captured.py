@@ -209,9 +209,11 @@ def train(
     loop: str = "nothing",
     uneven: bool = False,
     rank_alone: bool = False,
+    engines: int = 1,
     **options: Any,
 ) -> tuple[list[Tensor], list[Tensor], int]:
-    """Return the losses, all weights with their state, and how many steps were replayed."""
+    """Return the losses, all weights with their state, and how many steps were replayed. `engines`
+    train in turn, a pass each: rows in slots, and those on the host."""
     model = Model(device, **options)
     dense = SharedDense(model, {"embedding": model.embedding})
     optimizer = torch.optim.SGD([*model.top.parameters(), *model.other.parameters()], lr=0.1)
@@ -235,12 +237,15 @@ def train(
         )
         graphs.steps.append(step)
         losses = []
-        parts = batches(rank, world, uneven=uneven)
-        for number, batch in enumerate(
-            hotrow.ahead(parts, model, ids=lambda batch: batch.sparse, step=step)
-        ):
-            LOOPS[loop](number, rank, model)
-            losses.append(step(batch).cpu())
+        parts = list(batches(rank, world, uneven=uneven))
+        for turn in range(engines):
+            if turn:
+                embedding = model.embedding
+                (embedding.train_on_host if turn % 2 else embedding.train_in_slots)()
+            some = parts[len(parts) * turn // engines : len(parts) * (turn + 1) // engines]
+            for batch in hotrow.ahead(some, model, ids=lambda batch: batch.sparse, step=step):
+                LOOPS[loop](len(losses), rank, model)
+                losses.append(step(batch).cpu())
     model.embedding.check()
     weights = [torch.cat([x.cpu() for _, x in model.embedding.rows(name)]) for name in "ab"]
     weights += [x.detach().cpu() for part in (model.top, model.other)
@@ -273,6 +278,7 @@ CASES: list[dict[str, Any]] = [
     {"strategy": "lookahead", "rank_alone": True},
     {"strategy": "hybrid"},
     {"strategy": "static-hybrid", "replicate": "2KiB"},
+    {"strategy": "lookahead", "engines": 3, "replicate": "2KiB"},
     *({"strategy": "lookahead", "loop": loop} for loop in LOOPS if loop != "nothing"),
 ]
 
