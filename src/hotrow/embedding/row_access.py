@@ -252,9 +252,8 @@ class RowAccess:
         exchange, place = self._rows.exchange, self._rows.place_of(table)
         if exchange is None:
             return None
-        owners = self._rows.lookup_groups[place].owners
-        place = [x.name for x in owners.layout.tables].index(table)
-        return owners.tables[place], exchange.ranks.rank
+        owners = self._rows.lookup_groups[place].owners.tables
+        return next(x for x in owners if x.name == table), exchange.ranks.rank
 
     def own_weights(self, table: str, first: int, last: int) -> Iterator[Tensor]:
         """Yield the weights of rows that are here, by their numbers here, in chunks."""
