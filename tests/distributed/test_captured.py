@@ -227,10 +227,12 @@ def train(
     loop: str = "nothing",
     uneven: bool = False,
     rank_alone: bool = False,
+    engines: int = 1,
     in_parts: bool = False,
     **options: Any,
 ) -> tuple[list[Tensor], list[Tensor], int]:
-    """Return the losses, all weights with their state, and how many steps were replayed."""
+    """Return the losses, all weights with their state, and how many steps were replayed. `engines`
+    train in turn, a pass each: rows in slots, and those on the host."""
     model = Model(device, **options)
     dense = SharedDense(model, {"embedding": model.embedding})
     optimizer = torch.optim.SGD([*model.top.parameters(), *model.other.parameters()], lr=0.1)
@@ -254,17 +256,20 @@ def train(
         )
         graphs.steps.append(step)
         losses = []
-        parts: Any = batches(rank, world, uneven=uneven)
+        parts: Any = list(batches(rank, world, uneven=uneven))
         if in_parts:
             rows = [of_first_parts(r, world) for r in range(world)]
             model.embedding.pin_rows({"a": torch.cat([a for a, _ in rows]).unique(),
                                       "b": torch.cat([b for _, b in rows]).unique()})  # fmt: skip
             parts = [parted(number, batch) for number, batch in enumerate(parts)]
-        for number, batch in enumerate(
-            hotrow.ahead(parts, model, ids=lambda batch: batch.sparse, step=step)
-        ):
-            LOOPS[loop](number, rank, model)
-            losses.append(step(batch).cpu())
+        for turn in range(engines):
+            if turn:
+                embedding = model.embedding
+                (embedding.train_on_host if turn % 2 else embedding.train_in_slots)()
+            some = parts[len(parts) * turn // engines : len(parts) * (turn + 1) // engines]
+            for batch in hotrow.ahead(some, model, ids=lambda batch: batch.sparse, step=step):
+                LOOPS[loop](len(losses), rank, model)
+                losses.append(step(batch).cpu())
     model.embedding.check()
     weights = [torch.cat([x.cpu() for _, x in model.embedding.rows(name)]) for name in "ab"]
     weights += [x.detach().cpu() for part in (model.top, model.other)
@@ -297,6 +302,7 @@ CASES: list[dict[str, Any]] = [
     {"strategy": "lookahead", "rank_alone": True},
     {"strategy": "hybrid"},
     {"strategy": "static-hybrid", "replicate": "2KiB"},
+    {"strategy": "lookahead", "engines": 3, "replicate": "2KiB"},
     {"strategy": "static", "replicate": "24KiB", "in_parts": True},
     *({"strategy": "lookahead", "loop": loop} for loop in LOOPS if loop != "nothing"),
 ]

@@ -335,8 +335,9 @@ def beside_threads(rank: int, world: int, replicate: int) -> list[str]:
     def watch() -> None:
         try:
             with torch.no_grad():
-                for _ in range(60):  # of all ranks together
+                for _ in range(40):  # of all ranks together
                     read.append(slow(probe)["f"])
+                    read.extend(chunk[:40] for _, chunk in slow.weights("a"))
         except BaseException as error:
             errors.append(error)
         ended.set()

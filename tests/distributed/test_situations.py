@@ -469,7 +469,6 @@ def refused(rank: int, world: int) -> dict[str, str]:
         "state_dict of a module": net.state_dict,
         "state of torch": optimizer.state_dict,
         "pin_rows": lambda: static.pin_rows({"a": torch.arange(3)}),
-        "train_on_host": static.train_on_host,
         "revert": lambda: hotrow.revert(net, optimizer=optimizer),
     }
     said = {}
@@ -499,7 +498,6 @@ def test_what_several_ranks_cannot_do_is_refused() -> None:
         assert "dst=0" in said[name]
     assert "weights(table, dst=0)" in said["state_dict"]
     assert "weights(dst=0)" in said["state_dict of a module"]
-    assert "works on one rank so far" in said["train_on_host"]
     assert "build the collection with them, such as replicate='64MiB'" in said["pin_rows"]
     assert "let the optimizer step, or call zero_grad()" in said["revert"]
 

@@ -113,8 +113,7 @@ class CallLookups:
         if capturing():
             raise RuntimeError(f"the ids of module {call.table!r} are not those of a planned batch")
         joined = JoinedCalls([call])
-        place = self._rows.groups.index(self._rows.find(call.table)[0])
-        group = self._rows.lookup_groups[place]
+        group = self._rows.lookup_groups[self._rows.place_of(call.table)]
         planned = self._pipeline.plan_call(joined, group, is_first=is_first)
         return self._parts(planned, joined)[0]
 

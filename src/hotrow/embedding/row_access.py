@@ -122,7 +122,7 @@ class RowAccess:
         exchange = self._rows.exchange
         if exchange is not None:
             aside = self._pipeline.thread.is_elsewhere
-            place = self._rows.groups.index(self._rows.find(table)[0])
+            place = self._rows.place_of(table)
             layout = self._rows.lookup_groups[place].layout
             base = layout.bases[[x.name for x in layout.tables].index(table)]
             ordered, order = (rows + base).sort()
@@ -249,18 +249,18 @@ class RowAccess:
 
     def owners_of(self, table: str) -> tuple[TableOwners, int] | None:
         """Return which rank has which rows of a table, and this rank; None: all are here."""
-        exchange, group = self._rows.exchange, self._rows.find(table)[0]
+        exchange, place = self._rows.exchange, self._rows.place_of(table)
         if exchange is None:
             return None
-        owners = self._rows.lookup_groups[self._rows.groups.index(group)].owners
-        place = [x.name for x in owners.layout.tables].index(table)
-        return owners.tables[place], exchange.ranks.rank
+        owners = self._rows.lookup_groups[place].owners.tables
+        return next(x for x in owners if x.name == table), exchange.ranks.rank
 
     def own_weights(self, table: str, first: int, last: int) -> Iterator[Tensor]:
         """Yield the weights of rows that are here, by their numbers here, in chunks."""
         group, base, _ = self._rows.find(table)
         for chunk in torch.arange(base + first, base + last).split(_chunk_of(group)):
             with self._rows.reading():
+                group = self._rows.find(table)[0]  # the other engine may have begun to train
                 rows = group.gather(chunk, out=torch.empty(len(chunk), group.width))
             yield rows[:, : group.dim].clone()
 

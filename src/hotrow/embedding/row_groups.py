@@ -205,7 +205,7 @@ class RowGroups:
         group, base, _ = self.find(table)
         if self.exchange is None:
             return group, None, rows + base
-        shared = self.lookup_groups[self.groups.index(group)]
+        shared = self.lookup_groups[self.place_of(table)]
         place = [x.name for x in group.layout.tables].index(table)
         mine, ids = shared.owners.own_numbers(self.exchange.ranks.rank, place, rows)
         return group, mine, ids
@@ -227,10 +227,12 @@ class RowGroups:
         self.inactive = InactiveEngine(self.groups, self.strategy, self.budget_bytes)
         for group, before in zip(other.groups, self.groups, strict=True):
             group.active, before.active = True, False
-        self.budget_bytes, shared = other.budget_bytes, self.lookup_groups
-        self.activate(other.groups, other.strategy)
-        if self.exchange is not None:
-            self.share_out(shared, other.groups)
+        self.budget_bytes = other.budget_bytes
+        if self.exchange is None:
+            self.activate(other.groups, other.strategy)
+        else:  # other threads go on looking up in the rows of all ranks
+            self.strategy = other.strategy
+            self.share_out(self.lookup_groups, other.groups)
         return sum(4 * group.width * group.count_resident() for group in self.slot_groups)
 
     @property
@@ -289,6 +291,12 @@ class RowGroups:
                     return group, base, config.num_embeddings
         raise KeyError(f"no table {table!r}; there are {few(t.name for t in self.tables)}")
 
+    def place_of(self, table: str) -> int:
+        """Return the place of a table's width. Other threads may ask while engines change."""
+        self.find(table)  # raises if there is none
+        names = [[config.name for config in group.layout.tables] for group in self.lookup_groups]
+        return next(place for place, of_width in enumerate(names) if table in of_width)
+
     def turn(self, lookups: int, *, beside_training: bool) -> AbstractContextManager[object]:
         """Return `RowLock.turn`; of ranks none, as it could wait for one held on another rank."""
         if self.is_shared:
@@ -327,7 +335,7 @@ class RowGroups:
     def read_table(self, table: str, lookups: Callable[[Group], Lookups], *, aside: bool) -> Tensor:
         """Read bags of one table as `read_vectors` does."""
         if self.exchange is not None:
-            place = self.groups.index(self.find(table)[0])
+            place = self.place_of(table)
             every = [no_lookups(len(x.layout.features), x.device) for x in self.lookup_groups]
             every[place] = lookups(self.lookup_groups[place])
             return self.exchange.reads.vectors(every, aside=aside)[place]
