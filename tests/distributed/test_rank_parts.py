@@ -15,6 +15,7 @@ import hotrow
 from hotrow.distributed.arrivals import Arrival
 from hotrow.distributed.shared_rows import SharedWork
 from hotrow.embedding.ahead import Ahead
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.split_batch import Parted
 from hotrow.engine.stages import LATE
 from hotrow.inputs import samples
@@ -33,9 +34,12 @@ Item = dict[str, Any]
 class Model(nn.Module):
     """Two collections, the second of which is looked up first, and a dense part."""
 
-    def __init__(self, rule: str, device: str = "cpu", *, is_dense: bool = True) -> None:
+    def __init__(
+        self, rule: str, device: str = "cpu", *, is_dense: bool = True, engine: Any = None
+    ) -> None:
         super().__init__()
-        options: dict[str, Any] = {"strategy": "static", "seed": 5, "device": device}
+        options: dict[str, Any] = {"seed": 5, "device": device, "engine": engine}
+        options["strategy"] = "static"
         one = [Config("a", 400, 4, ["f", "h"], pooling="mean", padding_idx=399),
                Config("b", 300, 6, ["g"])]  # fmt: skip
         other = [Config("c", 350, 4, ["f"], pooling="none")]
@@ -163,7 +167,7 @@ def in_parts_and_whole(
     return found, [x.first for x in given]
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [pytest.param("adagrad", marks=pytest.mark.slow), "adam"])
 def test_parts_train_like_whole_batches(rule: str) -> None:
     results = run(2, in_parts_and_whole, rule, "cpu", timeout=120)
     assert [found for found, _ in results] == [[], []]
@@ -196,14 +200,17 @@ FIRSTS = [((16, 8), (16, 0)), ((16, 16), (16, 8)), ((32, 0), (32, 32)), ((32, 16
           ((16, 8), (16, 8))]  # fmt: skip
 
 
-def to_the_bit(rank: int, world: int, rule: str) -> list[str]:
+def to_the_bit(
+    rank: int, world: int, rule: str, steps: int = 10, device: str = "cpu", engine: Any = None
+) -> list[str]:
     draw = torch.Generator().manual_seed(rank)
-    models, found = [Model(rule, is_dense=False) for _ in range(2)], []
+    options: dict[str, Any] = {"device": device, "is_dense": False, "engine": engine}
+    models, found = [Model(rule, **options) for _ in range(2)], []
     for model in models:
         model.pin()
     given = []
-    for number in range(10):
-        size, first = FIRSTS[number % len(FIRSTS)][rank]
+    for number in range(steps):
+        size, first = FIRSTS[number % len(FIRSTS)][rank % 2]
         popular = item(draw, first, 1.0)
         rest = item(draw, size - first, 0.2)
         batch = samples.join([x for x in (popular, rest) if len(x["label"])] or [rest])
@@ -218,10 +225,24 @@ def to_the_bit(rank: int, world: int, rule: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["adagrad", pytest.param("adam", marks=pytest.mark.slow)])
 def test_rows_are_updated_once_from_both_parts(rule: str) -> None:
     """To the bit: the loss of a sample depends on no other, and there is no dense weight."""
     assert run(2, to_the_bit, rule) == [[], []]
+
+
+@pytest.mark.slow
+def test_interpreted_kernels_update_rows_once_from_both_parts() -> None:
+    assert run(2, to_the_bit, "adagrad", 5, engine=gpu_rows, timeout=170) == [[], []]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4])
+def test_parts_of_ranks_on_one_gpu(world: int) -> None:
+    for found in run(world, to_the_bit, "adam", 20, "cuda", timeout=280):
+        assert found == []
+    for found, _ in run(world, in_parts_and_whole, "adam", "cuda", timeout=280):
+        assert found == []
 
 
 # -- when rows travel --------------------------------------------------------------------------

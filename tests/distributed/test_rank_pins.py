@@ -18,6 +18,7 @@ import hotrow
 from builders import Case, tight_budget, variant
 from hotrow.checkpoint import Checkpoint
 from hotrow.distributed.shared_rows import SharedRows
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.run.job import same_bits
 from rank_cases import (
     STEPS,
@@ -278,6 +279,33 @@ def together(rank: int, world: int) -> list[str]:
 
 def test_pins_beside_accumulation_joining_evaluation_and_loading() -> None:
     check(run(2, together))
+
+
+def by_kernels(rank: int, world: int, device: str, steps: int) -> list[str]:
+    """Pins change, and rows are frozen, with the engine of a GPU."""
+    options: dict[str, Any] = {"device": device, "engine": gpu_rows}
+    embedding = one_table(rank, world, budget="20KiB", **options)
+    fast, found = one_table(rank, world, strategy="all-fast", **options), []
+    draw = torch.Generator().manual_seed(rank)
+    for number, (first, last) in enumerate([(0, 60), (30, 90), (0, 0), (200, 290)]):
+        embedding.pin_rows({"a": torch.arange(first, last)})
+        batches = [torch.randint(300, (20, 1), generator=draw).to(device) for _ in range(steps)]
+        for each in (embedding, fast):
+            for ids in hotrow.ahead(batches, each):
+                each(ids).values().square().sum().backward()
+            each.freeze_rows({"a": torch.arange(10 * number, 60 + 10 * number)})
+        found += _unlike(tables_of(embedding), tables_of(fast), f"choice {number}:")
+    return found
+
+
+def test_interpreted_kernels_train_pinned_rows() -> None:
+    check(run(2, by_kernels, "cpu", 2, timeout=170))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4])
+def test_pins_of_ranks_on_one_gpu(world: int) -> None:
+    check(run(world, by_kernels, "cuda", 20, timeout=280))
 
 
 def read_beside(rank: int, world: int) -> tuple[int, list[str]]:
