@@ -105,7 +105,7 @@ def checked(world: int, function: Callable[..., Any], *args: Any, **options: Any
 
 
 def test_rows_on_the_host_train_like_all_fast() -> None:
-    checked(2, differences, CHOICES[::2])
+    checked(2, differences, CHOICES[::3])
 
 
 LATE = {
@@ -132,9 +132,9 @@ def test_rows_that_are_sent_too_early_are_found() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "first"), [(2, 1), (3, 0)])
+@pytest.mark.parametrize(("world", "first"), [(2, 1), (2, 2), (3, 0), (3, 1)])
 def test_further_pairs_of_factors(world: int, first: int) -> None:
-    checked(world, differences, CHOICES[first :: 3 - first])
+    checked(world, differences, CHOICES[first::3])
 
 
 @pytest.mark.gpu
@@ -145,8 +145,7 @@ def test_rows_on_the_host_beside_a_gpu(world: int) -> None:
     checked(world, differences, [x for x in chosen if x["strategy"] != "cpu"], "cuda")
 
 
-# Programs that have each of the things that ranks can do twice, where so many of the first 36 do.
-PROGRAMS = [0, 1, 4, 5, 6, 9, 14, 16, 17, 22, 23, 26, 35]
+PROGRAMS = [0, 4, 6, 14, 17, 23, 35]  # with all that ranks can do
 
 
 def test_programs_train_like_all_fast() -> None:

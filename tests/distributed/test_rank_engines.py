@@ -17,11 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hotrow
+import rank_programs
 from builders import readout
 from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import saved_in
 from hotrow.embedding import replicating
 from hotrow.embedding.row_groups import RowGroups
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.host.rows import HostRows
 from hotrow.run.job import same_bits
 from rank_cases import (
@@ -149,6 +151,30 @@ def test_a_mistake_is_found(name: str) -> None:
     assert any(run(2, with_mistake, name))
 
 
+def by_kernels(rank: int, world: int) -> list[str]:
+    """The same with a GPU's engine, whose kernels are interpreted; each engine trains one batch."""
+    choice = {**CASES[0], "tables": "mixed", "ids": "few"}
+    batches, said = batches_of(choice, rank, world, 3), []
+    profile = {x.name: torch.arange(x.num_embeddings, 0, -1) for x in TABLES["mixed"]}
+    slow = with_slots(choice, engine=gpu_rows, replicate=1500, profile=profile)
+    fast, replicas = build(choice), len(slow.groups)
+    for number, batch in enumerate(batches):
+        change(slow, on_host=number == 1)
+        losses = [train(embedding, [batch], "ahead")[0] for embedding in (slow, fast)]
+        tables = [tables_of(embedding) for embedding in (slow, fast)]
+        pairs = {"loss": losses, **{name: [x[name] for x in tables] for name in tables[0]}}
+        close = {
+            name: torch.allclose(*map(Tensor.float, x), **TOLERANCE) for name, x in pairs.items()
+        }
+        said += [f"{name} in batch {number}" for name, is_close in close.items() if not is_close]
+    return said if replicas > 1 else ["no row is on every rank"]
+
+
+@pytest.mark.slow
+def test_engines_in_turn_with_interpreted_kernels() -> None:
+    assert run(2, by_kernels, timeout=120) == [[], []]
+
+
 @pytest.mark.gpu
 def test_engines_in_turn_on_a_gpu_train_like_all_fast() -> None:
     cases = [case for case in CASES if case["tables"] != "weighted"]  # whose gradients are here
@@ -220,6 +246,26 @@ def with_changes(rank: int, world: int, replicate: int) -> list[str]:
 @pytest.mark.parametrize("replicate", [0, 1500])
 def test_rows_are_the_newest_on_either_engine(replicate: int) -> None:
     assert run(2, with_changes, replicate) == [[], []]
+
+
+CHANGE = ["another engine"]
+PROGRAMS = [
+    seed
+    for seed in range(200)
+    if "another engine" in rank_programs.shared(seed, more=CHANGE).ingredients
+]
+
+
+def test_programs_that_change_engines() -> None:
+    for said in run(2, rank_programs.differences, PROGRAMS[:4], plain=False, more=CHANGE):
+        assert not said, "\n".join(said)
+
+
+@pytest.mark.slow
+def test_further_programs_that_change_engines() -> None:
+    options = {"plain": False, "more": CHANGE}
+    for said in run(2, rank_programs.differences, PROGRAMS[4:20], timeout=300, **options):
+        assert not said, "\n".join(said)
 
 
 # -- what ranks do together ------------------------------------------------------------------

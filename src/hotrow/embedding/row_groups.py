@@ -276,10 +276,10 @@ class RowGroups:
 
     @property
     def slot_groups(self) -> Sequence[Any]:
-        """The groups of the engine that has slots, if there are two."""
+        """The groups of the engine that has slots, if there are two; without replicas."""
         if self.inactive is not None and self.inactive.strategy.has_slots:
             return self.inactive.groups
-        return self.groups
+        return self.owned_groups
 
     def find(self, table: str) -> tuple[Group, int, int]:
         """Return the group of a table, the id of its first row in the group, and its size."""
