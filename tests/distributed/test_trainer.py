@@ -16,8 +16,6 @@ import hotrow
 from click_models import ClickModel, click_batches, trainer_of
 from hotrow.data import ClickBatch
 from hotrow.data.ranks import RankPart
-from hotrow.run import job
-from hotrow.run.config import load
 from hotrow.support.records import EvalRecord
 from rank_processes import run
 
@@ -279,7 +277,6 @@ def refusals(rank: int, world: int) -> list[str]:
             for system in (hotrow.Hotline(), hotrow.Slipstream(), hotrow.RandomDrop(share=0.5))
         ],
         lambda: hotrow.graphed(wrapped, loss_fn, None),
-        lambda: job.build(load()),
     ]
     said = []
     for call in calls:
@@ -298,4 +295,3 @@ def test_what_several_ranks_cannot_do_is_refused_in_a_sentence() -> None:
         for name, text in zip(("Hotline", "Slipstream", "RandomDrop"), said[2:5], strict=True):
             assert text.startswith(f"{name} trains on one rank so far")
         assert said[5].startswith("hotrow.graphed takes the model without DistributedData")
-        assert said[6].startswith("runs of hotrow's own jobs work on one rank so far")
