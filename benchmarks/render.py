@@ -44,6 +44,7 @@ One command each; results are appended to `results/<suite>.jsonl` as they come, 
 | `python benchmarks/loader.py` | samples per second out of prepared files |
 | `python benchmarks/system_quality.py` | AUC of Slipstream beside random-drop and all-fast |
 | `python benchmarks/skip_control.py` | the same on three systems and data sets; needs no GPU |
+| `python benchmarks/systems_on_ranks.py` | systems on several ranks, and what they send |
 | `python benchmarks/criteo_sample.py train.txt` | equality to the bit on real clicks |
 | `python benchmarks/quality.py --criteo train.txt` | AUC on real samples, beside plain PyTorch |
 | `python benchmarks/watched.py` | what watching a loader for refilled buffers costs |

@@ -143,6 +143,17 @@ def skip_control(suites: Suites) -> str:
     return table(HEAD, rows_of(lines)) + whence(lines)
 
 
+def on_ranks(suites: Suites) -> str:
+    """Systems on several ranks beside one."""
+    lines = suites.get("systems_on_ranks", [])
+    if not lines:
+        return "Not measured yet.\n"
+    from systems_on_ranks import HEAD
+    from systems_on_ranks import table as rows_of
+
+    return table(HEAD, rows_of(lines)) + whence(lines)
+
+
 # -- real clicks ---------------------------------------------------------------------------
 
 
@@ -293,6 +304,7 @@ TABLES: dict[str, Callable[[Suites], str]] = {
     "scratchpipe": scratchpipe,
     "quality": quality,
     "skip_control": skip_control,
+    "on_ranks": on_ranks,
     "criteo": real("criteo"),
     "movielens": real("movielens"),
     "rounding": rounding,

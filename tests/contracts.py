@@ -198,7 +198,8 @@ def as_on_gpu(
     by_kernels: bool = False,
 ) -> hotrow.EmbeddingBagCollection:
     """Let rows or bags cross a link, as asked for, and updates wait until rows are read."""
-    for group in embedding.groups:
+    owned = embedding.groups[: len({table.embedding_dim for table in embedding.tables})]
+    for group in owned:
         assert isinstance(group, HostRows)
         group.link.exists = late
         if form is not None:

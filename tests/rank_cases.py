@@ -216,7 +216,7 @@ def build(choice: dict[str, str], strategy: Any = "all-fast", **options: Any) ->
     )
 
 
-def _replicas(choice: dict[str, str], world: int) -> dict[str, Any]:
+def replicas_of(choice: dict[str, str], world: int) -> dict[str, Any]:
     """Options that keep some rows on every rank, which changes no bit."""
     tables, rule = TABLES[choice["tables"]], RULES[choice["rule"]]
     if choice["replicate"] == "nothing" or world == 1:
@@ -256,7 +256,7 @@ def _run_case(rank: int, world: int, choice: dict[str, str], alone: Any) -> str 
     budget = tight_budget(case, [x.features(form) for x in mine], strategy.hold, part=room)
     # A bag must fit, and a rank that owns no row of a batch has room for one nevertheless.
     budget = replace(budget, shares=tuple(replace(x, slots=max(x.slots, 2)) for x in budget.shares))
-    tight = build(choice, strategy, budget=budget, **_replicas(choice, world))
+    tight = build(choice, strategy, budget=budget, **replicas_of(choice, world))
     same = train(tight, [part.features(form) for part in mine], choice["loader"])
     outcome = tables_of(tight)
     for one, other in zip(same, losses, strict=True):

@@ -4,13 +4,14 @@
 
 1. on one process: `Plain` with the batches of all ranks, whose losses are averaged;
 2. on all ranks, with all-fast and the plainest loop. Equal to 1 within OF_TORCH.
-3. on all ranks, with the program's strategy, loader and look-ahead. Equal to 2 to the bit.
+3. on all ranks, with the program's strategy, loader and look-ahead. Equal to 2 to the bit, or
+   within UP_TO_ROUNDING where that is the strategy's contract.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -21,29 +22,31 @@ from torch import Tensor
 
 from hotrow.engine.strategy import STRATEGIES
 from program_models import Model, Plain, Rows, Vectors
-from program_runs import EXACT, OF_TORCH, Trace, _first_difference, _unlike, run
+from program_runs import EXACT, OF_TORCH, UP_TO_ROUNDING, Trace, _first_difference, _unlike, run
 from programs import EVERYTHING, Program, Samples, Step, draw
 from rank_cases import few_shards
 
-# Rows on the host, pins by hand and whole state dicts are refused on several ranks. Ids that change
+# Pins by hand and whole state dicts are refused on several ranks. Ids that change
 # by way of numpy may equal the old ones on some rank, and then ranks would plan differently.
 ON_RANKS = EVERYTHING - {
     "another engine", "pin rows", "round trip", "save", "thread", "untracked ids"
 }  # fmt: skip
 _SLOTS = [name for name, x in STRATEGIES.items() if x.contract == "exact" and not x.everything]
+ON_HOST = [name for name, x in STRATEGIES.items() if x.on_host]
 
 
-def shared(seed: int) -> Program:
-    """The program of a seed, in a form that several ranks can run."""
-    program = draw(seed, ON_RANKS)
-    name = program.strategy
-    if STRATEGIES[name].on_host:
-        name = _SLOTS[seed % len(_SLOTS)]
+def shared(seed: int, *, on_host: bool = False, more: Collection[str] = ()) -> Program:
+    """The program of a seed, in a form that several ranks can run; its rows stay `on_host`, or
+    have slots. `more`: what it may do beside `ON_RANKS`."""
+    program = draw(seed, {*ON_RANKS, *more})
+    name, names = program.strategy, ON_HOST if on_host else _SLOTS
+    if STRATEGIES[name].on_host != on_host:
+        name = names[seed % len(names)]
     steps = program.steps
     if program.buffers != "fresh":
         # Of an empty batch in memory that is filled again, versions do not tell who changed it.
         steps = tuple(replace(step, change=None) for step in steps)
-    return replace(program, strategy=name, late=False, steps=steps)
+    return replace(program, strategy=name, late=program.late and on_host, steps=steps)
 
 
 def of_rank(program: Program, rank: int, world: int) -> Program:
@@ -171,8 +174,11 @@ def joined(traces: Sequence[Sequence[tuple[str, Tensor]]]) -> Trace:
     return trace
 
 
-def difference(rank: int, world: int, seed: int, *, plain: bool = True) -> str | None:
-    program = shared(seed)
+def difference(
+    rank: int, world: int, seed: int, *, plain: bool = True, **options: Any
+) -> str | None:
+    """`options`: of `shared`."""
+    program = shared(seed, **options)
     programs = [of_rank(program, other, world) for other in range(world)]
     torch.manual_seed(seed)
     fast = RankRows(programs[rank], rank, world, plainly=True)
@@ -183,7 +189,8 @@ def difference(rank: int, world: int, seed: int, *, plain: bool = True) -> str |
     of_fast = run(programs[rank], fast)
     tight = RankRows(programs[rank], rank, world, plainly=False)
     of_strategy = run(programs[rank], tight)
-    found = _first_difference(of_strategy, of_fast, EXACT)
+    tolerance = EXACT if program.is_exact else UP_TO_ROUNDING
+    found = _first_difference(of_strategy, of_fast, tolerance)
     if found is not None:
         return f"{program.strategy} and all-fast differ: {found}"
     if not plain:
@@ -197,15 +204,17 @@ def difference(rank: int, world: int, seed: int, *, plain: bool = True) -> str |
     return None if found is None else f"all-fast and plain torch differ: {found}"
 
 
-def differences(rank: int, world: int, seeds: Sequence[int], *, plain: bool = True) -> list[str]:
+def differences(
+    rank: int, world: int, seeds: Sequence[int], *, plain: bool = True, **options: Any
+) -> list[str]:
     """The first difference of each program that has one."""
     found = []
     for seed in seeds:
         try:
             with few_shards() if seed % 4 else nullcontext():
-                said = difference(rank, world, seed, plain=plain)
+                said = difference(rank, world, seed, plain=plain, **options)
         except Exception as error:
-            error.add_note(f"seed {seed}, rank {rank} of {world}:\n{shared(seed)}")
+            error.add_note(f"seed {seed}, rank {rank} of {world}:\n{shared(seed, **options)}")
             raise
         if said is not None:
             found.append(f"seed {seed}: {said}")

@@ -135,6 +135,20 @@ def test_the_fastest_window_counts(load: Load) -> None:
     assert (best.whole.mean, best.whole.longest, best.whole.steps) == (2.0, 3.0, 30)
 
 
+def test_bytes_of_ranks_are_by_kind_of_batch(load: Load) -> None:
+    sent = {"batches": 4, "ids": 1500.0, "rows": 2000.0, "early rows": 500.0, "grads": 0.0}
+    about = {"data": "d", "name": "fae", "ranks": 2, "total": 1200, "auc": 0.75}
+    line = about | {"auc_apart": -0.001, "same": True, "apart": 2e-7}
+    hot, cold = load("systems_on_ranks").table([line | {"sent": {"hot": sent, "cold": sent}}])[::-1]
+    assert hot[:5] == ("d", "fae", "2", "4", "hot")
+    assert hot[5:] == (
+        "1.5", "2.5", "0.0", "1,200", "0.75000", "-0.00100", "yes", "2e-07",
+    )  # fmt: skip
+    assert cold[4] == "cold"
+    (alone,) = load("systems_on_ranks").table([line | {"ranks": 1, "sent": {"all": sent}}])
+    assert alone[-3:] == ("-", "-", "-")
+
+
 def test_differences_are_paired_by_seed(load: Load) -> None:
     def trained(system: str, seed: int, auc: float) -> dict[str, Any]:
         return {

@@ -133,6 +133,22 @@ def test_skip_control(run: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_systems_on_ranks(run: Any, tmp_path: Path) -> None:
+    output = run("systems_on_ranks", "--smoke", "--results", tmp_path)
+    lines = {(line["name"], line["ranks"]): line for line in lines_of(tmp_path, "systems_on_ranks")}
+    assert len(lines) == 10
+    for (name, ranks), line in lines.items():
+        sent = {kind: x["ids"] + x["rows"] + x["grads"] for kind, x in line["sent"].items()}
+        assert all((total > 0) == (ranks > 1) for total in sent.values())
+        if ranks > 1:
+            assert line["same"], name
+            assert line["apart"] < 1e-4
+    hot = lines["fae", 2]["sent"]["hot"]
+    assert (hot["ids"], hot["rows"], hot["early rows"]) == (0, 0, 0)
+    assert "AUC - one rank" in output
+
+
+@pytest.mark.slow
 def test_system_quality(load: Any, run: Any, tmp_path: Path) -> None:
     words = ["--smoke", "--targets", "0.5", "--results", tmp_path, "--systems", "random-drop"]
     outputs = [run("system_quality", "--seeds", seed, *words) for seed in "01"]

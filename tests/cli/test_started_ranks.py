@@ -197,7 +197,7 @@ def test_torchrun_shows_a_mistake_once_beside_its_table() -> None:
 
 @pytest.mark.slow
 def test_torchrun_restarts_ranks_which_end_in_the_same_bits() -> None:
-    given = settings("training.steps=400", "training.eval_every=100", "checkpoint.every_steps=20")
+    given = settings("training.steps=200", "training.eval_every=100", "checkpoint.every_steps=20")
     words = [*TORCHRUN, "2", "--max-restarts", "2", "-m", "hotrow", "train", "run.toml", *given]
     assert ended(*words, *settings("run.name=whole"))[0] == 0
     with starting(*words) as started:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hotrow.inputs.rank_part
 from clicks import taobao_lines, write
 from hotrow.data import (
     Loader,
@@ -25,6 +26,7 @@ from hotrow.data.loader import BatchReader
 from hotrow.data.ranks import RankPart
 from hotrow.data.sources import Source, SubsetSource
 from hotrow.inputs import samples
+from hotrow.inputs.rank_part import HeldBatches, whole_batches
 from hotrow.inputs.tree import tensors_in
 from preparing import prepared as prepare
 from samples import Memory, numbers_of
@@ -169,6 +171,50 @@ def test_generated_batches_come_in_parts(kind: str, lookups: Any, ranks: int) ->
     expected = list(map(drawn.batch, range(2, 5)))
     assert_same_batches(joined(parts), expected)
     assert_same_batches(drawn.batches(2, 5), expected)
+
+
+# -- Whole batches, for what decides about all samples -----------------------------------
+
+
+def test_loaders_of_parts_give_whole_batches_too(tmp_path: Path) -> None:
+    loader = partial(Loader, prepared(tmp_path / "out", [40, 9, 51]), batch_size=7, seed=1)
+    of_rank = loader(rank=1, ranks=3, epochs=2)
+    expected = list(loader(epochs=2))
+    whole = of_rank.whole_batches()
+    assert_same_batches(whole, expected)
+    assert_same_batches(whole, expected)  # again
+    assert len(whole) == len(of_rank)
+    numbers = np.arange(0, 100, 3)
+    chosen, all_of_them = of_rank.whole_batches().among(numbers), loader(epochs=2).among(numbers)
+    assert chosen is not None
+    assert all_of_them is not None
+    assert_same_batches(chosen, all_of_them)
+    # A rank that has read some of its parts reads the others whole.
+    parts = of_rank.batches(start=4)
+    assert [len(next(parts)) for _ in range(3)] == [2, 2, 2]
+    assert_same_batches(whole_batches(parts), expected[7:])
+
+
+@pytest.mark.parametrize("kind", GENERATED)
+def test_generated_parts_can_be_read_whole(kind: str) -> None:
+    config = SyntheticConfig(rows=(100, 7), batch_size=6, num_dense=2, seed=3)
+    drawn = GENERATED[kind](config)
+    parts = drawn.batches(2, 7, rank=1, ranks=4)
+    assert len(next(parts)) == 2
+    assert_same_batches(whole_batches(parts), [drawn.batch(k) for k in range(3, 7)])
+
+
+def test_batches_in_memory_are_read_in_parts_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = SyntheticClicks(SyntheticConfig(rows=(9,), batch_size=5, num_dense=1))
+    batches = [drawn.batch(k) for k in range(3)]
+    held = HeldBatches(batches)
+    assert_same_batches(held, batches)  # of one rank
+    monkeypatch.setattr(hotrow.inputs.rank_part, "current_part", lambda: RankPart(1, 2))
+    for _ in range(2):
+        assert_same_batches(held, [RankPart(1, 2).cut(batch) for batch in batches])
+    assert whole_batches(held) is batches
+    assert len(held) == 3
+    assert whole_batches(batches) is batches
 
 
 # -- What a rank reads -------------------------------------------------------------------

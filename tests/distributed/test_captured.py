@@ -271,6 +271,8 @@ CASES: list[dict[str, Any]] = [
     {"strategy": "lookahead", "replicate": "2KiB"},
     {"strategy": "lookahead", "uneven": True},
     {"strategy": "lookahead", "rank_alone": True},
+    {"strategy": "hybrid"},
+    {"strategy": "static-hybrid", "replicate": "2KiB"},
     *({"strategy": "lookahead", "loop": loop} for loop in LOOPS if loop != "nothing"),
 ]
 

@@ -227,7 +227,7 @@ def old_vectors() -> Iterator[None]:
             self.owes_grads = owes
         return shared
 
-    def fetched(self: Exchange, shared: Any, version: int, replaced: int) -> None:
+    def fetched(self: Exchange, shared: Any, version: int, replaced: int, **_: Any) -> None:
         self.owes_grads = True
 
     with patch.object(Exchange, "announce", announced), patch.object(Exchange, "fetch", fetched):

@@ -70,6 +70,24 @@ def test_interpreted_kernels_train_as_with_all_rows_in_fast_memory() -> None:
         assert not differing
 
 
+def fills(rank: int, world: int) -> dict[int, Any]:
+    """Return how rows move, of a width that has replicas and one that has none."""
+    tables = [
+        hotrow.EmbeddingBagConfig(f"t{n}", n, dim, [f"t{n}"]) for n, dim in ((900, 8), (9, 4))
+    ]
+    profile = {"t900": torch.ones(900), "t9": torch.zeros(9)}
+    options = {"strategy": "lookahead", "fill": "zero-copy", "engine": gpu_rows, "profile": profile}
+    embedding = hotrow.EmbeddingBagCollection(
+        tables, hotrow.SGD(), "8KiB", seed=3, replicate="1KiB", **options
+    )
+    assert len(embedding.groups) > 2
+    return {dim: choice.form for dim, choice in embedding.fills().items()}
+
+
+def test_fills_are_those_of_owned_rows_beside_replicas() -> None:
+    assert run(2, fills) == [{8: "zero-copy", 4: "zero-copy"}] * 2
+
+
 def without_first_gradient(rank: int, world: int) -> list[bool]:
     """The first loss of one rank leaves the rows of converted modules out. Plans get room when the
     calls of a whole batch are known, which all ranks notice at the same time."""

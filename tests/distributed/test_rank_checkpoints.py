@@ -16,19 +16,20 @@ from hotrow.checkpoint import Checkpoint, SavedModel
 from hotrow.checkpoint.folder import saved_in
 from hotrow.checkpoint.tables import export_tables, import_tables, open_weights
 from hotrow.run.job import same_bits
+from rank_cases import TOLERANCE
 from rank_processes import run
 from rank_training import OWN, TABLES, Everything, RankLoop, RankModel, small_files
 
 
 def trained_and_saved(
-    rank: int, world: int, folder: Path, rule: str, steps: int, options: dict[str, Any]
+    rank: int, world: int, folder: Path, rule: str, steps: int, strategy: str
 ) -> tuple[Everything, Everything]:
     """What is saved after some steps, and what training ends with three steps later."""
-    loop, saved = RankLoop(rank, world, rule), {}
+    loop, saved = RankLoop(rank, world, rule, strategy=strategy), {}
 
     def after(step: int) -> None:
         if step == steps:
-            loop.save(folder, step, extra={"rank": rank}, **options)
+            loop.save(folder, step, extra={"rank": rank})
             saved.update(loop.everything())
 
     loop.train(0, steps + 3, after)
@@ -63,7 +64,7 @@ def differing(found: Everything, expected: Everything) -> list[str]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_as_many_ranks_go_on_with_the_same_bits(world: int, tmp_path: Path) -> None:
-    saved = run(world, small_and_saved, tmp_path, "adam", 4, {})
+    saved = run(world, small_and_saved, tmp_path, "adam", 4, "lookahead")
     (folder,) = saved_in(tmp_path)
     manifest = json.loads((folder / "checkpoint.json").read_text())
     assert (manifest["format"], manifest["ranks"]) == (2, world)
@@ -77,30 +78,48 @@ def test_as_many_ranks_go_on_with_the_same_bits(world: int, tmp_path: Path) -> N
     assert not same_bits(results[0][0]["random"], results[1][0]["random"])
 
 
-PAIRS = [("adam", 4, 1), ("row-wise-adagrad", 4, 3), ("adam", 1, 2), ("adagrad", 2, 4)]
+PAIRS = [
+    ("adam", 4, 1, "lookahead", "lookahead"), ("row-wise-adagrad", 4, 3, "lookahead", "cpu"),
+    ("adam", 1, 2, "hybrid", "static-hybrid"), ("adagrad", 2, 4, "lookahead", "lookahead"),
+    ("adam", 2, 1, "hybrid", "lookahead"),
+    pytest.param("adagrad", 3, 2, "static-hybrid", "hybrid", marks=pytest.mark.slow),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("rule", "before", "after"), PAIRS)
+@pytest.mark.parametrize(("rule", "before", "after", "one", "other"), PAIRS)
 def test_other_numbers_of_ranks_load_the_same_bits(
-    rule: str, before: int, after: int, tmp_path: Path
+    rule: str, before: int, after: int, one: str, other: str, tmp_path: Path
 ) -> None:
-    saved = run(before, small_and_saved, tmp_path, rule, 4, {})
-    results = run(after, loaded, tmp_path, rule, False, {})
+    saved = run(before, small_and_saved, tmp_path, rule, 4, one)
+    results = run(after, loaded, tmp_path, rule, False, {"strategy": other})
     for rank, (state, _, extra) in enumerate(results):
         of_rank = saved[rank if rank < before else 0][0]
         unlike = differing(state, of_rank)
         assert unlike == ([] if rank < before else list(OWN))
         assert extra == {"rank": 0}
-    for (one, _, _), (other, _, _) in pairwise(results):
-        assert not same_bits(one["random"], other["random"])
+    for (first, _, _), (second, _, _) in pairwise(results):
+        assert not same_bits(first["random"], second["random"])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("hybrid", "static-hybrid"), pytest.param("static-hybrid", "cpu", marks=pytest.mark.slow)],
+)
+def test_as_many_ranks_go_on_with_rows_on_the_host(one: str, other: str, tmp_path: Path) -> None:
+    saved = run(2, small_and_saved, tmp_path, "adam", 4, one)
+    results = run(2, loaded, tmp_path, "adam", True, {"strategy": other})
+    for (_, expected), (_, found, _) in zip(saved, results, strict=True):
+        for key, value in expected.items():
+            assert torch.allclose(found[key].double(), value.double(), **TOLERANCE), key
 
 
 def saved_in_steps(
-    rank: int, world: int, folder: Path, background: bool, replicate: str | None
+    rank: int, world: int, folder: Path, background: bool, replicate: str | None, strategy: str
 ) -> tuple[list[Everything], list[bool]]:
     """A whole checkpoint, and two that hold what has changed since, the last as a model, too."""
     with small_files():
-        loop, kept, written = RankLoop(rank, world, replicate=replicate), [], []
+        loop = RankLoop(rank, world, replicate=replicate, strategy=strategy)
+        kept, written = [], []
         assert loop.has_replicas == (replicate is not None)
 
         def after(step: int) -> None:
@@ -135,14 +154,19 @@ def opened(
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "background", "replicate"),
-    [(3, 2, False, (None, "80KiB")), (2, 2, True, (None, None)), (2, 3, True, ("80KiB", None))],
-)
+    ("before", "after", "background", "replicate", "strategy"),
+    [
+        (3, 2, False, (None, "80KiB"), "lookahead"), (2, 2, True, (None, None), "lookahead"),
+        (2, 3, True, ("80KiB", None), "lookahead"), (2, 2, True, ("80KiB", None), "hybrid"),
+        pytest.param(2, 3, False, (None, None), "cpu", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_incremental_ones_and_models(
-    before: int, after: int, background: bool, replicate: tuple[str | None, ...], tmp_path: Path
-) -> None:
+    before: int, after: int, background: bool, replicate: tuple[str | None, ...], strategy: str,
+    tmp_path: Path,
+) -> None:  # fmt: skip
     """Also where they are read: in a process without torch.distributed."""
-    (kept, written), *_ = run(before, saved_in_steps, tmp_path, background, replicate[0])
+    (kept, written), *_ = run(before, saved_in_steps, tmp_path, background, replicate[0], strategy)
     assert written == [True] * 3 * background
     found = saved_in(tmp_path / "checkpoints")
     steps = [1, 3, 4] if background else [1, 3]

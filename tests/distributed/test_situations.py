@@ -90,7 +90,8 @@ def _without_backward(rank: int, world: int) -> list[str]:
         (torch.stack(losses).sum() / world).backward()
     expected = None
     for name, loader in [("all-fast", "direct"), ("lookahead", None), ("lru", "direct"),
-                         ("scratchpipe", 5), ("lookahead", 0), ("all-fast", None)]:  # fmt: skip
+                         ("scratchpipe", 5), ("lookahead", 0), ("all-fast", None),
+                         ("hybrid", None), ("cpu", "direct")]:  # fmt: skip
         embedding = build(TIGHT.get(name, name))
         stream: Any = batches(rank)
         if loader != "direct":
@@ -298,7 +299,7 @@ def beside_training(rank: int, world: int) -> list[str]:
     """Each vector that a thread reads is of some finished step, and training keeps its bits."""
     found, probe, few = [], torch.arange(40).unsqueeze(1).expand(40, 3).contiguous(), 12
     expected, history = None, []
-    for name in ("all-fast", "lookahead", "scratchpipe"):
+    for name in ("all-fast", "lookahead", "scratchpipe", "hybrid"):
         embedding, read, errors = build(TIGHT.get(name, name)), [], []
 
         def watch(embedding: Any = embedding, read: Any = read, errors: Any = errors) -> None:
@@ -402,10 +403,10 @@ def test_threads_evaluate_modules_while_all_ranks_train() -> None:
 # -- whole tables ----------------------------------------------------------------------------
 
 
-def in_and_out(rank: int, world: int) -> list[str]:
+def in_and_out(rank: int, world: int, strategy: str) -> list[str]:
     found = []
     with few_shards():
-        embedding = build(TIGHT["lru"])
+        embedding = build(TIGHT.get(strategy, strategy))
         for ids in batches(rank, 4):
             readout(embedding(ids)).backward()
         whole = torch.cat([x for _, x in embedding.rows("a")])
@@ -449,9 +450,9 @@ def in_and_out(rank: int, world: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_whole_tables_in_and_out(world: int) -> None:
-    checked(world, in_and_out)
+@pytest.mark.parametrize(("world", "strategy"), [(2, "lru"), (4, "lru"), (2, "static-hybrid")])
+def test_whole_tables_in_and_out(world: int, strategy: str) -> None:
+    checked(world, in_and_out, strategy)
 
 
 def refused(rank: int, world: int) -> dict[str, str]:
@@ -480,10 +481,6 @@ def refused(rank: int, world: int) -> dict[str, str]:
             said[name] = "nothing"
         except (RuntimeError, ValueError) as error:
             said[name] = str(error)
-    try:
-        build("hybrid")
-    except ValueError as error:
-        said["hybrid"] = str(error)
     optimizer.step()
     optimizer.zero_grad()
     weights = torch.cat([x for _, x in net[0].weights()])  # type: ignore[operator]
@@ -502,10 +499,9 @@ def test_what_several_ranks_cannot_do_is_refused() -> None:
         assert "dst=0" in said[name]
     assert "weights(table, dst=0)" in said["state_dict"]
     assert "weights(dst=0)" in said["state_dict of a module"]
-    for name in ("pin_rows", "train_on_host"):
-        assert "works on one rank so far" in said[name]
+    assert "works on one rank so far" in said["train_on_host"]
+    assert "build the collection with them, such as replicate='64MiB'" in said["pin_rows"]
     assert "let the optimizer step, or call zero_grad()" in said["revert"]
-    assert "'hybrid' trains on one rank so far" in said["hybrid"]
 
 
 # -- ranks that disagree ---------------------------------------------------------------------
@@ -581,8 +577,9 @@ def bad_ids(rank: int, world: int) -> list[tuple[str, str, bool, int]]:
     """By form of the loop: the error, its text, whether rows and traffic are as before, and how
     many batches were trained."""
     found = []
-    for name, loader in [("lru", "direct"), ("lookahead", None), ("lookahead", 5), ("lru", 0)]:
-        embedding = build(TIGHT[name])
+    for name, loader in [("lru", "direct"), ("lookahead", None), ("lookahead", 5), ("lru", 0),
+                         ("hybrid", None), ("cpu", "direct")]:  # fmt: skip
+        embedding = build(TIGHT.get(name, name))
         good, said = batches(rank, 6), ("nothing", "")
         wrong = [x.clone() for x in good]
         if rank == world - 1:

@@ -45,7 +45,7 @@ def trained(rank: int, world: int) -> tuple[tuple[RankRecord, ...], Summary, dic
     return records, of_all_ranks(tally.summary(), records), embedding.sent_bytes(), waited
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def results(request: pytest.FixtureRequest) -> Any:
     return run(request.param, trained)
 

@@ -50,10 +50,15 @@ def test_progress_does_not_wait_for_the_device(capsys: pytest.CaptureFixture[str
 
 
 def times(
-    read: float, plan: float, rows: float, waited: float = math.nan, chunks: float = 0.0
+    read: float,
+    plan: float,
+    rows: float,
+    waited: float = math.nan,
+    chunks: float = 0.0,
+    ranks: float = 0.0,
 ) -> Times:
     """Return the times of 100 steps that take a second together."""
-    return Times(100, 1.0, read, plan, rows, waited, chunks)
+    return Times(100, 1.0, read, plan, rows, waited, chunks, ranks)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +68,10 @@ def times(
         ("cpu", times(0.1, 0.6, 0.1), "planning", 0.6),
         ("cpu", times(0.1, 0.2, 0.5), "link", 0.5),
         ("cpu", times(0.1, 0.2, 0.1), "dense part", 0.6),
+        ("cpu", times(0.1, 0.1, 0.1, ranks=0.4), "ranks", 0.4),
+        ("cpu", times(0.1, 0.1, 0.1, ranks=0.2), "dense part", 0.5),
+        ("cuda:0", times(0.1, 0.1, 0.1, ranks=0.6), "ranks", 0.6),
+        ("cuda:0", times(0.1, 0.1, 0.1, 0.02, ranks=0.4), "dense part", 0.98),
         ("cuda:0", times(0.5, 0.2, 0.1, 0.9), "loader", 0.5),  # rows are late like their batch
         ("cuda:0", times(0.1, 0.6, 0.1, 0.1), "planning", 0.6),
         ("cuda:0", times(0.1, 0.2, 0.6, 0.3), "link", 0.3),  # launches of moves do not count
@@ -75,6 +84,10 @@ def test_the_largest_part_limits(device: str, measured: Times, part: str, share:
     assert (limit.part, limit.share) == (part, pytest.approx(share))
     assert limit.is_to_be_told == (part != "dense part")
     assert limit.message.startswith(f"limited by {limit.name}: ")
+    is_said = measured.rank_seconds > 0 and (device == "cpu" or part == "ranks")
+    assert (
+        "waiting for other ranks" in limit.message or "waited for other" in limit.message
+    ) == is_said
     assert device != "cpu" or f"reading batches {measured.read_seconds:.0%}" in limit.message
 
 

@@ -24,7 +24,7 @@ from hotrow.support.startup import interrupts_raise
 from hotrow.support.version import __version__
 
 # Commands that several ranks may run: they only read, or share their work.
-_ANYWHERE = ("doctor", "report", "train", "verify")
+_ANYWHERE = ("compare", "doctor", "report", "train", "verify")
 
 
 def main() -> None:

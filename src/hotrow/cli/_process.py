@@ -32,8 +32,8 @@ def refuse_ranks(command: str, distributed: Any = torch.distributed) -> None:
     if ranks > 1:
         raise ValueError(
             f"hotrow {command} was started as {ranks} ranks, each of which would do all of the "
-            f"work by itself; only `hotrow train` shares its work: start `hotrow {command}` once, "
-            "without torchrun or mpirun"
+            f"work by itself; only `hotrow train` and `hotrow compare` share theirs: start "
+            f"`hotrow {command}` once, without torchrun or mpirun"
         )
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 import torch
@@ -25,9 +25,10 @@ import typer
 from hotrow.cli._process import INTERRUPTED, LOST_RANK, USER_ERROR
 from hotrow.distributed.ranks import RankError
 from hotrow.embedding.row_verifier import CorruptRows
-from hotrow.run.config import RunSection
+from hotrow.run.config import RunConfig, RunSection
 from hotrow.run.ranks import Place, RunRanks
 from hotrow.support.files import Disk
+from hotrow.support.toml import flat
 
 # Set by `launch`: the folder in which ranks leave their process ids, and how they have ended.
 _REPORTS = "HOTROW_RANK_REPORTS"
@@ -121,6 +122,37 @@ def _report_to_torch(text: str) -> None:
         facts = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": facts}}))
+
+
+class Warner(Protocol):
+    """Shows warnings, or keeps them for the first rank."""
+
+    warned: list[str]
+
+    def warn(self, message: str) -> None: ...
+
+
+def check_settings(team: RunRanks, command: str, config: RunConfig) -> None:
+    """Raise on all ranks if they were given different settings; where data and devices are may
+    differ."""
+    facts = {
+        key: repr(value)
+        for key, value in flat(asdict(config))
+        if key not in ("run.device", "run.threads", "data.folder")
+    }
+    team.check_equal(command, [json.loads(x) for x in team.do(lambda: json.dumps(facts))])
+
+
+def show_warnings_of_others(team: RunRanks, observer: Warner) -> None:
+    """Let the first rank show what only others have warned of."""
+    every = [json.loads(text) for text in team.do(lambda: json.dumps(observer.warned))]
+    if not team.is_first:
+        return
+    for rank, messages in enumerate(every):
+        for message in messages:
+            if message not in observer.warned:
+                observer.warn(f"rank {rank}: {message}")
+                observer.warned.append(message)  # once for all ranks
 
 
 # -- in the process that starts them -------------------------------------------------------

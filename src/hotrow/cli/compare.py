@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import typer
 from rich.console import Console
@@ -22,13 +23,22 @@ from hotrow.cli._process import (
     UNEQUAL,
     use_threads,
 )
+from hotrow.cli._ranks import (
+    check_settings,
+    ending_together,
+    launch,
+    read_ranks,
+    share_cores,
+)
 from hotrow.report.comparison import advise, comparison_document
 from hotrow.report.page import page_of
 from hotrow.report.terminal import show_parts
-from hotrow.run.config import load
+from hotrow.run.config import RunConfig, load
 from hotrow.run.files import COMPARISON_PAGE, new_folder, to_dict, to_json, write_comparison
+from hotrow.run.ranks import RunRanks, find_place
+from hotrow.run.session import refuse_small_batches
 from hotrow.run.stopping import StopAfterStep
-from hotrow.study.compare import USUAL, Comparison, Turn, choose
+from hotrow.study.compare import USUAL, Comparison, Entry, Turn, choose
 from hotrow.study.systems import SYSTEMS
 from hotrow.support.records import ComparisonRecord
 
@@ -60,6 +70,14 @@ def compare(
     quiet: Annotated[
         bool, typer.Option("--quiet", metavar="", help="Nothing but the table at the end.")
     ] = False,
+    ranks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Train each strategy on N ranks of this machine, which share rows and batches.",
+            show_default="one, or those of torchrun",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -86,6 +104,8 @@ def compare(
 
     - `hotrow compare run.toml --json --quiet`
 
+    - `hotrow compare run.toml --ranks 2 --strategies all-fast,lookahead,fae`
+
     **What the columns are**
 
     - contract: what the strategy promises next to all-fast; exact means the same bits
@@ -109,6 +129,11 @@ def compare(
     **hybrid-plain** is what published systems were compared with: nn.EmbeddingBag with sparse
     gradients on the CPU. It is not a strategy of a collection, and takes sgd, adagrad and adam.
 
+    **--ranks 2** trains one strategy after the other on two ranks, as `hotrow train --ranks` does,
+    and compares them with all-fast on as many. Speeds, hit rates and moved rows are those of all
+    ranks; the budget and fast memory are of one. A table says what ranks sent each other, and how
+    evenly they worked.
+
     A strategy that fails is reported, and the others go on. Exit codes: 0; 1 an exact strategy is
     not equal to all-fast, or one did not repeat its bits; 3 a loss is NaN; 4 a strategy failed;
     130 Ctrl-C, which ends after the step under way with what there is.
@@ -118,24 +143,76 @@ def compare(
         raise ValueError(f"--repeat must be at least 1, not {repeat}")
     config = load(file, overrides=[*([_SHORT] if file is None else []), *(settings or ())])
     names = None if strategies is None else [name.strip() for name in strategies.split(",")]
-    entries = choose(config, names, repeat=repeat)
-    show = _Lines(quiet) if as_json else _Screen(quiet)
-    with one_line_warnings(show.warn):
-        use_threads(config.run, show.warn)
-        comparison = Comparison(config, entries, warm_up=warm_up)
+    entries, place = choose(config, names, repeat=repeat), find_place()
+    count = 1 if ranks is None else read_ranks(ranks, place)
+    if count > 1:
+        refuse_small_batches(config, count)  # before ranks are started
         check_folder("--out", out)
-        folder = out or new_folder(Path("comparisons"), config.run.name, option="--out")
-        with StopAfterStep() as stop:
-            record = _run(comparison, show, stop, folder)
-    show.end(record, folder)
-    if code := INTERRUPTED if stop.asked else _exit_code(record):
-        raise typer.Exit(code)
+        words = _words(file, settings or (), strategies, warm_up, out)
+        flags = [name for name, is_on in (("--json", as_json), ("--quiet", quiet)) if is_on]
+        raise typer.Exit(launch([*words, "--repeat", str(repeat), *flags], count))
+    team = RunRanks(place)
+    with ending_together(team):
+        team.open(config.run.device)
+        team.check_versions()
+        check_settings(team, "hotrow compare", config)
+        _check_choice(team, entries, warm_up)
+        show: _Show = _OtherRank()
+        if team.is_first:
+            show = _Lines(quiet) if as_json else _Screen(quiet)
+        with one_line_warnings(show.warn):
+            if team.size > 1:
+                share_cores(config.run, place)
+            else:
+                use_threads(config.run, show.warn)
+            stop = StopAfterStep(ranks=team.size, is_first=team.is_first)
+            comparison = Comparison(
+                config, entries, warm_up=warm_up, team=team, requests=stop.requests
+            )
+            folder = Path(team.from_first(lambda: str(_folder(out, config))))
+            with stop:
+                record = _run(comparison, show, stop, folder if team.is_first else None)
+        if team.is_first:
+            show.end(record, folder)
+        if code := INTERRUPTED if stop.asked else _exit_code(record):
+            raise typer.Exit(code)
+
+
+def _folder(out: Path | None, config: RunConfig) -> Path:
+    """Return the folder of the results, which is there."""
+    check_folder("--out", out)
+    return out or new_folder(Path("comparisons"), config.run.name, option="--out")
+
+
+def _words(
+    file: Path | None,
+    settings: Sequence[str],
+    strategies: str | None,
+    warm_up: int | None,
+    out: Path | None,
+) -> list[str]:
+    """Return the command that each rank runs, without its flags."""
+    words = ["compare", *(() if file is None else (str(file),))]
+    for setting in settings:
+        words += ["--set", setting]
+    options = {"--strategies": strategies, "--warm-up": warm_up, "--out": out}
+    for name, value in options.items():
+        words += [] if value is None else [name, str(value)]
+    return words
+
+
+def _check_choice(team: RunRanks, entries: Sequence[Entry], warm_up: int | None) -> None:
+    """Raise on all ranks if they were asked to compare different things."""
+    named = {entry.kind.name: entry.repetitions for entry in entries}
+    mine = json.dumps({"strategies": named, "warm-up": warm_up})
+    team.check_equal("hotrow compare", [json.loads(text) for text in team.do(lambda: mine)])
 
 
 def _run(
-    comparison: Comparison, show: _Screen | _Lines, stop: StopAfterStep, folder: Path
+    comparison: Comparison, show: _Show, stop: StopAfterStep, folder: Path | None
 ) -> ComparisonRecord:
-    """Train; however it ends, the files in the folder hold the results so far."""
+    """Train; however it ends, the files in the folder hold the results so far. None: another rank
+    writes them."""
     outcome, turns = "interrupted", comparison.run(folder)
     try:
         with show.progress(comparison) as advance:
@@ -143,6 +220,7 @@ def _run(
                 advance(turn)
                 if turn.is_over:
                     _write(comparison, "under way", folder)
+                stop.agree(turn.requested)
                 if stop.asked:
                     break
             else:
@@ -153,8 +231,10 @@ def _run(
     return record
 
 
-def _write(comparison: Comparison, outcome: str, folder: Path) -> ComparisonRecord:
+def _write(comparison: Comparison, outcome: str, folder: Path | None) -> ComparisonRecord:
     record = comparison.record(outcome)
+    if folder is None:
+        return record
     record = replace(record, advice=advise(record))
     write_comparison(folder, record, page_of(comparison_document(record)))
     return record
@@ -168,6 +248,26 @@ def _exit_code(record: ComparisonRecord) -> int:
     if any(each.outcome == "failed" and not each.is_optional for each in strategies):
         return FAILED_STRATEGY
     return DIVERGED if any(each.outcome == "diverged" for each in strategies) else 0
+
+
+class _Show(Protocol):
+    """Shows a comparison."""
+
+    def warn(self, message: str) -> None: ...
+    def progress(self, comparison: Comparison) -> AbstractContextManager[Advance]: ...
+    def end(self, record: ComparisonRecord, folder: Path) -> None: ...
+
+
+class _OtherRank:
+    """Shows nothing: the first rank does, and warns of the same."""
+
+    def warn(self, message: str) -> None: ...
+
+    @contextmanager
+    def progress(self, comparison: Comparison) -> Iterator[Advance]:
+        yield lambda turn: None
+
+    def end(self, record: ComparisonRecord, folder: Path) -> None: ...
 
 
 class _Screen:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import re
 import resource
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
 from hotrow.cli._options import JsonFlag
 from hotrow.cli._output import show
+from hotrow.cli._rank_facts import in_words, output_of, rank_facts
 from hotrow.embedding.arguments import OLDEST_CAPABILITY
 from hotrow.report.page import Document, Section, facts_table
 from hotrow.run.files import environment, package_version
@@ -30,18 +30,39 @@ _CGROUP_LIMITS = (
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def doctor(as_json: JsonFlag = False) -> None:
+def doctor(
+    as_json: JsonFlag = False,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks",
+            min=1,
+            help="Ranks to say for which backend and device each would use.",
+            show_default="one for each GPU, at least 2",
+        ),
+    ] = None,
+) -> None:
     """Say what this machine has and what will be used.
 
     **Examples**
 
     - `hotrow doctor`
 
+    - `hotrow doctor --ranks 4`: which backend and device each rank would use here
+
     - `hotrow doctor --json | jq .used`
+
+    - `torchrun --nproc-per-node 2 -m hotrow doctor`: what torchrun's ranks use, once per machine
     """
-    facts = examine()
+    facts = examine(ranks=ranks)
+    started = facts["ranks"]["torchrun"]
+    if started is not None and started["rank_here"]:
+        return  # the first rank of this machine says it
     sections = [
-        Section(title.replace("_", " "), [facts_table(_named(part))])
+        Section(
+            title.replace("_", " "),
+            [facts_table(in_words(part) if title == "ranks" else _named(part))],
+        )
         for title, part in facts.items()
     ]
     show(Document("", sections, [facts]), as_json=as_json)
@@ -49,6 +70,7 @@ def doctor(as_json: JsonFlag = False) -> None:
 
 def examine(
     *,
+    ranks: int | None = None,
     cuda: Any = torch.cuda,
     driver: Path = _DRIVER,
     why_no_writer: Callable[[], str | None] = why_not,
@@ -98,6 +120,7 @@ def examine(
             ),
             "deterministic_algorithms": True,
         },
+        "ranks": rank_facts(ranks, cuda=cuda),
     }
 
 
@@ -136,12 +159,10 @@ def _cuda_device(cuda: Any, number: int) -> dict[str, Any]:
 
 def _driver_version(driver: Path) -> str | None:
     """Return the version of NVIDIA's driver; None: there is none, or it does not say."""
-    query, text = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], ""
     try:
         text = driver.read_text(encoding="ascii", errors="replace")
     except OSError:
-        with suppress(OSError, subprocess.TimeoutExpired):
-            text = subprocess.run(query, capture_output=True, text=True, timeout=10).stdout
+        text = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     match = re.search(r"\b\d{3,}(\.\d+)+\b", text)
     return match[0] if match else None
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from hotrow.cli._options import JsonLinesFlag, RunFile, Settings
 from hotrow.cli._output import one_line_warnings
 from hotrow.cli._process import DIVERGED, INTERRUPTED, UNEQUAL, use_threads
-from hotrow.cli._ranks import ending_together, launch, read_ranks, share_cores
+from hotrow.cli._ranks import (
+    check_settings,
+    ending_together,
+    launch,
+    read_ranks,
+    share_cores,
+    show_warnings_of_others,
+)
 from hotrow.cli._watch import OtherRank, RunLines, Screen
 from hotrow.run.config import RunConfig, is_data, load
 from hotrow.run.ranks import Place, RunRanks, find_place
@@ -22,7 +27,6 @@ from hotrow.run.session import Result, refuse_small_batches, train_run
 from hotrow.run.stopping import StopAfterStep
 from hotrow.run.strategy_names import find_named
 from hotrow.run.tracing import parse_traced
-from hotrow.support.toml import flat
 
 
 def train(
@@ -150,7 +154,7 @@ def train(
         config, folder = _settings(file, settings or (), runs, resume=resume)
         team.open(config.run.device)
         team.check_versions()
-        team.check_equal("hotrow train", _facts_of_all(team, config))
+        check_settings(team, "hotrow train", config)
         if folder is None:
             found = team.from_first(lambda: _found(config, runs, place, resume=resume))
             folder = Path(found) if found else None
@@ -168,7 +172,7 @@ def train(
                 config, runs=runs, folder=folder, traced=traced, observer=observer, stop=stop,
                 ranks=team,
             )  # fmt: skip
-            _show_warnings_of_others(team, observer)
+            show_warnings_of_others(team, observer)
         _exit(result, stop, config)
 
 
@@ -202,28 +206,6 @@ def _words(
         words += ["--trace", trace]
     names = ("--json", "--quiet", "--resume")
     return words + [name for name, is_on in zip(names, flags, strict=True) if is_on]
-
-
-def _facts_of_all(team: RunRanks, config: RunConfig) -> list[dict[str, Any]]:
-    """Return the settings that all ranks have been given; where data and devices are may differ."""
-    facts = {
-        key: repr(value)
-        for key, value in flat(asdict(config))
-        if key not in ("run.device", "run.threads", "data.folder")
-    }
-    return [json.loads(text) for text in team.do(lambda: json.dumps(facts))]
-
-
-def _show_warnings_of_others(team: RunRanks, observer: RunLines | Screen | OtherRank) -> None:
-    """Let the first rank show what only others have warned of."""
-    every = [json.loads(text) for text in team.do(lambda: json.dumps(observer.warned))]
-    if not team.is_first:
-        return
-    for rank, messages in enumerate(every):
-        for message in messages:
-            if message not in observer.warned:
-                observer.warn(f"rank {rank}: {message}")
-                observer.warned.append(message)  # once for all ranks
 
 
 def _settings(

@@ -31,7 +31,7 @@ from torch import Tensor
 from hotrow.data.batches import ClickBatch, SequenceBatch, positions
 from hotrow.data.prepared import Prepared, Schema
 from hotrow.data.prepared.parallel import Cores
-from hotrow.data.ranks import RankPart, current_part, given_part
+from hotrow.data.ranks import PartReader, RankPart, current_part, given_part
 from hotrow.data.sources import (
     PreparedSource,
     Samples,
@@ -118,14 +118,20 @@ class BatchReader(Generic[Batch]):
     def _batch(self, columns: Columns) -> Batch:
         """Return a batch of these samples; several threads call this at once."""
 
-    def batches(self, start: int = 0, stop: int | None = None) -> Generator[Batch, None, None]:
+    def batches(self, start: int = 0, stop: int | None = None) -> PartReader[Batch]:
         """Return the batches of all epochs from number `start` to the one before `stop`; of each,
         the part of this rank."""
         start = whole("start", start)
         stop = len(self) if stop is None else min(whole("stop", stop), len(self))
         if not 0 <= start <= len(self):
             raise ValueError(f"start must be one of {len(self):,} batches, got {start:,}")
-        return self._batches(start, stop, self._part or current_part())
+        return PartReader(partial(self._batches, start, stop), self._part or current_part())
+
+    def whole_batches(self) -> Self:
+        """Return a reader of the same batches, whole on every rank."""
+        reader = copy(self)
+        reader._part = RankPart()
+        return reader
 
     def _batches(self, start: int, stop: int, part: RankPart) -> Generator[Batch, None, None]:
         number, made_of = start, partial(self._made, part)

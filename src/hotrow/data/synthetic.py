@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hotrow.data.batches import ClickBatch, SequenceBatch, positions
 from hotrow.data.popularity import Counted, Scatter, Zipf
-from hotrow.data.ranks import current_part, given_part
+from hotrow.data.ranks import PartReader, RankPart, current_part, given_part
 from hotrow.inputs.batch import KeyedJaggedTensor
 from hotrow.support.hashing import hashed, key_of
 from hotrow.support.messages import few
@@ -250,11 +250,14 @@ class Generated(Generic[Batch]):
 
     def batches(
         self, start: int, stop: int, *, rank: int | None = None, ranks: int | None = None
-    ) -> Iterator[Batch]:
+    ) -> PartReader[Batch]:
         """Return batches start, start + 1 ... stop - 1; of each, the part of this rank, as a
         `Loader` does. `batch` returns whole batches on every rank."""
-        part = given_part(rank, ranks) or current_part()
-        return (part.cut(self.batch(index)) for index in range(start, stop))
+
+        def read(part: RankPart) -> Iterator[Batch]:
+            return (part.cut(self.batch(index)) for index in range(start, stop))
+
+        return PartReader(read, given_part(rank, ranks) or current_part())
 
     def best_auc(self, indices: Iterable[int]) -> float:
         """Return the AUC of the truth on these batches; no trained model can expect to beat it."""

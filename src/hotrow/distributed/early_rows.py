@@ -14,13 +14,14 @@ has changed rows since, all ranks drop what came early, and every row is sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hotrow.distributed.arrivals import Arrival
 from hotrow.distributed.ranks import Channel, Pending, RankError
 from hotrow.distributed.shared_rows import Parted, SharedWork
 from hotrow.distributed.wire import Wire
@@ -142,14 +143,18 @@ class EarlyRows:
         self._batch = _Batch(serial, replaced, arriving)
 
     def _begin(self, work: SharedWork, rows: Parted | None, channel: Channel) -> Pending:
-        """Begin to swap some rows of a batch; the lock is held."""
-        assert rows is not None
+        """Begin to swap some rows of a batch, or all of them; the lock is held."""
         values = work.inner.group.lookup(work.inner, work.inner.lookups)
-        values = values.index_select(0, rows.at_owner)
-        self._wire.count("rows", values, rows.sent)
-        if rows is work.early:
-            self._wire.count("early rows", values, rows.sent)
-        return self._wire.ranks.begin_exchange(values, rows.sent, rows.received, channel)
+        if rows is None:
+            sent, received = work.received, work.route.counts
+            values = values[: sum(sent)]  # a plan for no id has room for one
+        else:
+            sent, received = rows.sent, rows.received
+            values = values.index_select(0, rows.at_owner)
+        self._wire.count("rows", values, sent)
+        if rows is not None and rows is work.early:
+            self._wire.count("early rows", values, sent)
+        return self._wire.ranks.begin_exchange(values, sent, received, channel)
 
     # -- receiving ---------------------------------------------------------------------
 
@@ -160,22 +165,31 @@ class EarlyRows:
             return False
         return batch.replaced == replaced and self._changed_by <= {serial - 1}
 
-    def vectors_of(self, works: Sequence[SharedWork]) -> list[Tensor]:
-        """Return the vectors that this rank asked for, for each width, owner by owner: early ones,
-        and the late ones, which are sent now."""
+    def arrivals_of(
+        self, works: Sequence[SharedWork], *, has_early: bool, beside: bool
+    ) -> list[Arrival]:
+        """Send what ranks ask for, and return the vectors that this one asks for, for each width:
+        with `has_early` those that are on their way, and the late ones; else all are sent now.
+        `beside`: training goes on with what needs none of them."""
+        if not has_early:
+            self.drop(for_some_time=True)
         batch, self._batch = self._batch, None
-        assert batch is not None
-        found = []
-        for work, arriving in zip(works, batch.arriving, strict=True):
-            assert work.early is not None
-            assert work.late is not None
-            with self._writing(), torch.no_grad():
-                late = self._begin(work, work.late, self._wire.ranks.training)
-            came = arriving.wait()
-            vectors = came.new_empty(len(work.route.order), came.shape[1])
-            vectors.index_copy_(0, work.early.here, came)
-            vectors.index_copy_(0, work.late.here, late.wait())
-            found.append(vectors)
+        training, found = self._wire.ranks.training, []
+        if beside:
+            self._lanes.after("rows", self._lanes.mark("train"))
+        with self._writing(), torch.no_grad(), self._lanes.on("rows") if beside else nullcontext():
+            for place, work in enumerate(works):
+                messages: list[tuple[Tensor | None, Pending]]
+                if batch is None:
+                    messages = [(None, self._begin(work, None, training))]
+                else:
+                    assert work.early is not None
+                    assert work.late is not None
+                    late = self._begin(work, work.late, training)
+                    messages = [(work.early.here, batch.arriving[place]), (work.late.here, late)]
+                found.append(Arrival(len(work.route.order), messages))
+        if beside:
+            self._lanes.keep_for("train", [x for arrival in found for x in arrival.values])
         return found
 
     def drop(self, *, for_some_time: bool = False) -> None:

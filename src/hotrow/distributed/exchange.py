@@ -46,6 +46,7 @@ from hotrow.distributed.ranks import (
 )
 from hotrow.distributed.reads import Reads, Rows
 from hotrow.distributed.shared_rows import SharedRows, SharedWork
+from hotrow.distributed.whole_batches import check_equal
 from hotrow.distributed.wire import Wire, swap_copied
 from hotrow.engine.schedule import at_once
 from hotrow.inputs.batch import BadId, no_lookups
@@ -129,7 +130,6 @@ class Exchange:
             raise ValueError(
                 f"several ranks share tables of at most {_BITS} widths in a collection"
             )
-        self.replicated = [group for group in self.groups if group.replicated is not None]
         self.wire = Wire(ranks, self.groups)
         self.early = EarlyRows(self.wire, lanes, writing)
         self.reads = Reads(self.wire, rows, self.settle_before_reading)
@@ -276,11 +276,16 @@ class Exchange:
 
     # -- vectors -----------------------------------------------------------------------
 
-    def fetch(self, shared: Shared, version: int, replaced: int) -> None:
+    def fetch(self, shared: Shared, version: int, replaced: int, *, waits: bool = True) -> None:
         """Get the vectors of a batch, unless they came since rows were changed last. `version` says
-        how often they were, and `replaced` how often otherwise than by an update."""
-        if all(work.version == version for work in shared.works):
-            return
+        how often they were, and `replaced` how often otherwise than by an update. Without `waits`,
+        only begin to: replicated rows alone are there, until this is called again."""
+        if not all(work.version == version for work in shared.works):
+            self._begin_to_fetch(shared, version, replaced, waits=waits)
+        for work in shared.works if waits else ():
+            work.take_arrived()
+
+    def _begin_to_fetch(self, shared: Shared, version: int, replaced: int, *, waits: bool) -> None:
         # What is late was found beside the batch before: both have to be known ahead.
         is_ahead = shared.serial in self._ahead
         for serial in [x for x in self._ahead if x <= shared.serial]:
@@ -290,28 +295,26 @@ class Exchange:
         status = HAS_EARLY * self.early.holds(shared.serial, replaced)
         status |= SENDS_EARLY * self.early.can_send(works)
         header = Header(Op.ROWS, self.number, shared.serial, status, words=[self.reads.steps])
-        self._run(header, (shared, version, replaced))
+        self._run(header, (shared, version, replaced, waits))
         self.owes_grads = True
 
     def _perform_rows(
-        self, headers: Headers, doers: list[bool], task: tuple[Shared, int, int] | None
+        self, headers: Headers, doers: list[bool], task: tuple[Shared, int, int, bool] | None
     ) -> None:
         if not (all(doers) or self.is_joined):  # a rank has left its loop early
             _raise_ended(_others(doers), self.ranks.size)
         _check_steps(headers, doers)
         serial = max(headers.column(SERIAL))
-        shared, version, replaced = task or (self._foreign[serial], -1, 0)
+        shared, version, replaced, waits = task or (self._foreign[serial], -1, 0, True)
         inner = [work.inner for work in shared.works]
         if task is None:
             at_once([work for work in inner if work.plan is None], self._lanes)
-        if headers.all_have(HAS_EARLY):
-            every = self.early.vectors_of(shared.works)
-        else:
-            self.early.drop(for_some_time=True)
-            every = [self._vectors_of(work) for work in shared.works]
-        for work, vectors in zip(shared.works, every, strict=True):
-            work.vectors = work.group.vectors_in_order(work.route, vectors)
-            work.version = version
+        has_early = headers.all_have(HAS_EARLY)
+        every = self.early.arrivals_of(shared.works, has_early=has_early, beside=not waits)
+        for work, arrival in zip(shared.works, every, strict=True):
+            work.expect(arrival, version)
+            if waits:
+                work.take_arrived()
         if headers.all_have(SENDS_EARLY):
             self.early.send(serial + 1, self._ahead[serial + 1].works, replaced)
         for old in [x for x in self._foreign if x <= serial - _KEPT]:  # some are never looked up
@@ -321,16 +324,7 @@ class Exchange:
             oldest = self._fetched.popleft()
             if not any(oldest is other for other in self._fetched):
                 for work in oldest.works:
-                    work.vectors, work.version = None, -1
-
-    def _vectors_of(self, work: SharedWork) -> Tensor:
-        """Return the vectors that this rank asks for, owner by owner."""
-        with self._writing(), torch.no_grad():
-            rows = work.inner.group.lookup(work.inner, work.inner.lookups)
-        rows = rows[: sum(work.received)]  # a plan for no id has room for one
-        self.wire.count("rows", rows, work.received)
-        counts = work.route.counts
-        return self.ranks.exchange(rows, work.received, counts, self.ranks.training)
+                    work.forget_vectors()
 
     def forget_ahead(self) -> None:
         """Forget batches that were read ahead: none of them will be trained."""
@@ -373,7 +367,7 @@ class Exchange:
         """Return which rows these are, and the way of the gradients."""
         if x.work is None:
             return _OTHER_ROWS, self.groups[place].route(x.ids.cpu())
-        if len(x.ids) == len(x.work.ids.ids):
+        if len(x.ids) == len(x.work.ids.ids) and self.groups[place].is_current(x.work.route):
             return x.work.serial, x.work.route
         return -1 - x.work.serial, self.groups[place].route(x.ids.cpu())
 
@@ -399,7 +393,8 @@ class Exchange:
             if any(copied):
                 own = grads[place].sums if place in grads else None
                 pair = swap_copied(self.wire, group, route, own, copied)
-                came.append(OwnGrads(count + self.replicated.index(group), None, *pair))
+                before = sum(x.replicated is not None for x in self.groups[:place])
+                came.append(OwnGrads(count + before, None, *pair))
             if forms == {_NO_ROWS}:
                 continue
             sums = torch.empty(0, group.dim, device=group.device)
@@ -470,7 +465,9 @@ def _samples_of(headers: Headers, doers: Sequence[bool]) -> list[int]:
             "hotrow.Trainer does not allow, inside of hotrow.join either: give all ranks equally "
             "many batches; those of a rank may have 0 samples"
         )
-    return [headers.words(r, 0, 1)[0] for r in range(len(doers))]
+    samples, checksums = zip(*(headers.words(r, 0, 2) for r in range(len(doers))), strict=True)
+    check_equal(checksums, f"a batch for step {headers.column(SERIAL)[0]:,}")
+    return list(samples)
 
 
 def _check_steps(headers: Headers, doers: Sequence[bool]) -> None:

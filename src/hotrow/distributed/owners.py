@@ -108,6 +108,7 @@ class Route(NamedTuple):
     # Rows that every rank has: the places of their ids, and which replicas they are.
     here: Tensor | None = None
     replicas: Tensor | None = None
+    choice: int = 0  # of these rows: how often others were chosen before
 
 
 @dataclass(frozen=True)

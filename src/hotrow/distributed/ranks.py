@@ -262,10 +262,10 @@ class Ranks:
         """Open a channel for a thread that saves beside training; all ranks call this together."""
         self.saving = Channel(self.members, self._timeout, "gloo")
 
-    def is_same(self, number: int, channel: Channel) -> bool:
-        """Whether all ranks give the same number."""
+    def numbers(self, number: int, channel: Channel) -> list[int]:
+        """Return the number that each rank gives."""
         every = self._all_to_all(torch.full((self.size,), number), None, None, channel)
-        return len(set(every.tolist())) == 1
+        return [int(x) for x in every.tolist()]
 
     def texts(self, text: str, channel: Channel) -> list[str]:
         """Return what each rank says."""

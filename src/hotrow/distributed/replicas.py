@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hotrow.distributed.owners import OWNED, OneFeatureGroup
 from hotrow.engine.profile import Profile, hottest, small_tables
-from hotrow.inputs.tables import EmbeddingBagConfig, Feature, Init, WidthGroup
+from hotrow.inputs.tables import Constant, EmbeddingBagConfig, Feature, Init, WidthGroup
 from hotrow.store.ram import start_of_rows
 
 
@@ -56,10 +56,9 @@ def choose_replicas(
 ) -> list[Tensor]:
     """Return the ids of the rows of each width that `total` bytes replicate, ascending: the
     smallest tables first, then the rows that a profile counts most."""
-    sizes = [size * layout.num_rows for size, layout in zip(row_bytes, layouts, strict=True)]
     chosen = []
-    for layout, size, of_rows in zip(layouts, row_bytes, sizes, strict=True):
-        limit = total * of_rows // max(1, sum(sizes)) // size
+    limits = room_for_replicas(layouts, row_bytes, total)
+    for layout, limit in zip(layouts, limits, strict=True):
         ids = small_tables(layout, limit)
         if profile is not None and len(ids) < limit:
             hot = hottest(profile, layout, limit)
@@ -69,8 +68,21 @@ def choose_replicas(
     return chosen
 
 
-def replica_group(layout: WidthGroup, ids: Tensor, seed: int) -> ReplicaGroup:
-    """Return the layout of the replicas of some rows."""
+def room_for_replicas(
+    layouts: Sequence[WidthGroup], row_bytes: Sequence[int], total: int
+) -> list[int]:
+    """Return how many rows of each width `total` bytes replicate."""
+    sizes = [size * layout.num_rows for size, layout in zip(row_bytes, layouts, strict=True)]
+    whole = max(1, sum(sizes))
+    return [
+        min(total * of_rows // whole // size, layout.num_rows)
+        for layout, size, of_rows in zip(layouts, row_bytes, sizes, strict=True)
+    ]
+
+
+def replica_group(layout: WidthGroup, ids: Tensor, seed: int | None) -> ReplicaGroup:
+    """Return the layout of the replicas of some rows, which start as those of their tables; without
+    a `seed` they are zero, for rows that are copied from their owners."""
     edges = np.searchsorted(ids.numpy(), [*layout.bases, layout.num_rows])
     rows, tables, names = [], [], []
     for position, table in enumerate(layout.tables):
@@ -83,18 +95,21 @@ def replica_group(layout: WidthGroup, ids: Tensor, seed: int) -> ReplicaGroup:
     return ReplicaGroup(layout.dim, tuple(tables), (feature,), tuple(rows))
 
 
-def _replicated(table: EmbeddingBagConfig, rows: Tensor, seed: int) -> EmbeddingBagConfig:
+def _replicated(table: EmbeddingBagConfig, rows: Tensor, seed: int | None) -> EmbeddingBagConfig:
     padding = None
     if table.padding_idx is not None:
         place = (rows == table.padding_idx).nonzero()
         padding = int(place[0]) if len(place) else None
+    start: Init = Constant(0.0)
+    if seed is not None:
+        start = _Start(table.start, table.embedding_dim, table.name, rows, seed)
     return replace(
         table,
         num_embeddings=len(rows),
         feature_names=[table.name],
         pooling="none",
         padding_idx=padding,
-        init=_Start(table.start, table.embedding_dim, table.name, rows, seed),
+        init=start,
         init_fn=None,
         weight_init_min=None,
         weight_init_max=None,

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotrow.distributed.arrivals import Arrival
 from hotrow.distributed.owners import OWNED, GroupOwners, Route
 from hotrow.engine.arithmetic import HostPooling
 from hotrow.engine.capture import AroundGraph
 from hotrow.engine.rows import grads_by_row
-from hotrow.engine.work import SortedWork, Work
-from hotrow.inputs.batch import Batch, Lookups, lookups_of
+from hotrow.engine.split_batch import place_of
+from hotrow.engine.work import SortedPart, SortedWork, Work
+from hotrow.inputs.batch import Batch, Lookups, divisor_of, lookups_of, outline_of
 from hotrow.kernels import reference
 from hotrow.kernels.reference import SortedIds, sort_ids
 from hotrow.support.streams import capturing
@@ -35,6 +37,19 @@ class Parted:
 
     def to(self, device: torch.device) -> Parted:
         return replace(self, at_owner=self.at_owner.to(device), here=self.here.to(device))
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """The rows of one width that every rank has."""
+
+    ids: Tensor | None  # ascending; None: there are none
+    group: Any = None  # of these rows
+    choice: int = 0  # how often others were chosen before
+
+    def __post_init__(self) -> None:
+        if self.ids is not None and not len(self.ids):
+            object.__setattr__(self, "ids", None)
 
 
 class SharedWork(SortedWork):
@@ -55,11 +70,49 @@ class SharedWork(SortedWork):
         self.late: Parted | None = None
         self.vectors: Tensor | None = None  # [U + 1, dim]: padding reads the last one, zeros
         self.version = -1  # of the rows, when the vectors came
+        self._arrival: Arrival | None = None  # vectors that are on their way
 
     @property
     def moving(self) -> Work:
         inner: Work = self.inner
         return inner
+
+    # -- vectors -----------------------------------------------------------------------
+
+    def expect(self, arrival: Arrival, version: int) -> None:
+        """Note that the vectors of owners are on their way; those of replicated rows are here."""
+        self._arrival, self.version = arrival, version
+        self.vectors = None
+
+    def take_arrived(self) -> None:
+        """Wait for the vectors that are on their way, if there are some."""
+        arrival, self._arrival = self._arrival, None
+        if arrival is None:
+            return
+        if self.vectors is None:
+            self.vectors = self.group.vectors_in_order(self.route, arrival.wait())
+        else:
+            self.vectors[self.route.order.to(self.vectors.device)] = arrival.wait()
+
+    def vectors_for(self, part: SharedPart) -> Tensor:
+        """Return vectors for some samples. If others are still on their way, those of replicated
+        rows are read now, and the rest are NaN: a part that reads one waits for them on a CPU."""
+        if self._arrival is not None and self.vectors is None:
+            group = self.group
+            nan = torch.full((len(self.route.order), group.dim), torch.nan, device=group.device)
+            self.vectors = group.vectors_in_order(self.route, nan)
+        if self._arrival is not None and part.ids.inverse.device.type == "cpu":
+            is_away = torch.zeros(len(self.ids.ids) + 1, dtype=torch.bool)
+            is_away[self.route.order] = True
+            if bool(is_away[part.ids.inverse].any()):
+                self.take_arrived()
+        assert self.vectors is not None
+        return self.vectors
+
+    def forget_vectors(self) -> None:
+        self.vectors, self.version = None, -1
+
+    # -- the device --------------------------------------------------------------------
 
     def arrive(self, batch: Batch) -> None:
         """The batch is on the device; what was made of its ids on the host follows."""
@@ -73,6 +126,16 @@ class SharedWork(SortedWork):
         self.early = None if self.early is None else self.early.to(device)
         self.late = None if self.late is None else self.late.to(device)
         self.inner.arrive(self.inner.batch.to(device))
+
+
+class SharedPart(SortedPart):
+    """Some samples of a batch whose rows several ranks share."""
+
+    whole: SharedWork
+
+    @property
+    def vectors(self) -> Tensor | None:
+        return self.whole.vectors
 
 
 class SharedPlanning:
@@ -101,7 +164,11 @@ class SharedPlanning:
         return work
 
     def part(self, work: Work, batch: Batch, part: Batch, first: int) -> Work:
-        raise RuntimeError("batches whose rows several ranks share cannot be trained in parts")
+        """Return some samples of a planned batch, from `first` on."""
+        place, lookups = place_of(batch, part, first, self._layout), work.lookups
+        x = outline_of(part, self._layout)
+        divisor = divisor_of(part, x, self._layout)
+        return SharedPart(work, replace(x, ids=lookups.ids[place.lookups], divisor=divisor), place)
 
     def expect(self, work: SharedWork, values: Tensor) -> None:
         """The ids that ranks ask for will be planned later."""
@@ -120,27 +187,53 @@ class SharedRows:
     """Rows of one width that all ranks share."""
 
     active = True
-    capture: AroundGraph
+    capture: AroundGraph | None = None
 
     def __init__(
         self, owners: GroupOwners, replicated: Tensor | None, output_dtype: torch.dtype
     ) -> None:
         """`replicated`: ids of rows that every rank has, ascending."""
         self.layout, self.owners, self.output_dtype = owners.layout, owners, output_dtype
-        self.replicated = None if replicated is None or not len(replicated) else replicated
+        self._replicas = Replicated(replicated)
 
     def use(self, inner: Any, replicas: Any = None) -> None:
         """Take the group of the rows that this rank owns, and of the replicated rows; others may
         be taken later, such as those with other state."""
-        self.inner, self.replicas = inner, replicas
+        self.inner = inner
+        self._replicas = replace(self._replicas, group=replicas)
         self.dim, self.width, self.device = inner.dim, inner.width, inner.device
-        self.pooling: HostPooling = inner.arithmetic.pooling(self.output_dtype)
-        self.capture = AroundGraph(self.dim, self.output_dtype, self.device)
+        self.pooling: HostPooling = inner.pooling(self.output_dtype)
+        if self.capture is None:
+            self.capture = AroundGraph(self.dim, self.output_dtype, self.device)
 
     @property
     def planning(self) -> SharedPlanning:
         """Not kept: it refers to this object."""
         return SharedPlanning(self)
+
+    # -- rows that every rank has ------------------------------------------------------
+
+    @property
+    def replicated(self) -> Tensor | None:
+        """The ids of the rows that every rank has, ascending; None: there are none."""
+        return self._replicas.ids
+
+    @property
+    def replicas(self) -> Any:
+        """The group of the rows that every rank has."""
+        return self._replicas.group
+
+    def replicate(self, ids: Tensor) -> None:
+        """Keep other rows on every rank, by their ids, ascending; `use_replicas` takes their group.
+        Routes from before do not lead to them."""
+        self._replicas = Replicated(ids, choice=self._replicas.choice + 1)
+
+    def use_replicas(self, group: Any) -> None:
+        self._replicas = replace(self._replicas, group=group)
+
+    def is_current(self, route: Route) -> bool:
+        """Whether a route leads to the rows that every rank has now."""
+        return route.choice == self._replicas.choice
 
     # -- what ranks ask of this one ----------------------------------------------------
 
@@ -168,14 +261,19 @@ class SharedRows:
 
     def route(self, ids: Tensor) -> Route:
         """Return the way of ascending ids to the owners of their rows."""
-        if self.replicated is None:
-            return self.owners.route(ids)
-        at = torch.searchsorted(self.replicated, ids).clamp_(max=len(self.replicated) - 1)
-        is_here = self.replicated[at] == ids
+        chosen = self._replicas  # read once: another thread may choose others
+        if chosen.ids is None:
+            return self.route_to_owners(ids)
+        at = torch.searchsorted(chosen.ids, ids).clamp_(max=len(chosen.ids) - 1)
+        is_here = chosen.ids[at] == ids
         others = (~is_here).nonzero().squeeze(1)
         way = self.owners.route(ids[others])
         here = is_here.nonzero().squeeze(1)
-        return Route(others[way.order], way.numbers, way.counts, here, at[here])
+        return Route(others[way.order], way.numbers, way.counts, here, at[here], chosen.choice)
+
+    def route_to_owners(self, ids: Tensor) -> Route:
+        """Return the way of ascending ids to the owners of their rows, also of replicated ones."""
+        return self.owners.route(ids)._replace(choice=self._replicas.choice)
 
     def vectors_in_order(self, route: Route, vectors: Tensor) -> Tensor:
         """Return vectors, which came owner by owner, in the order of ids; zeros follow them."""
@@ -194,15 +292,19 @@ class SharedRows:
             ordered[route.here.to(vectors.device)] = replicas.to(vectors.dtype)
         return ordered
 
-    def lookup(self, work: SharedWork, x: Lookups) -> Tensor:
+    def lookup(self, work: SharedWork | SharedPart, x: Lookups) -> Tensor:
         """Return one vector per bag, [bags, dim]. `x` has the weights."""
         if capturing():
             # A copy: a model may change what it gets.
+            assert self.capture is not None
             return self.capture.boundary_of(work).vectors.clone()
-        assert work.vectors is not None
-        return self.pooling.pool(work.vectors, work.ids, x)
+        vectors = work.vectors
+        if isinstance(work, SharedPart):
+            vectors = work.whole.vectors_for(work)
+        assert vectors is not None
+        return self.pooling.pool(vectors, work.ids, x)
 
-    def weight_grads(self, work: SharedWork, x: Lookups, grads: Tensor) -> Tensor:
+    def weight_grads(self, work: SharedWork | SharedPart, x: Lookups, grads: Tensor) -> Tensor:
         """Return the gradients of per-sample weights, from the rows before their update, [L]."""
         if work.vectors is None:
             raise RuntimeError(

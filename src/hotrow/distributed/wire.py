@@ -71,10 +71,10 @@ class Wire:
         return {place: torch.cat(pieces[k :: len(places)]) for k, place in enumerate(places)}
 
     def to_all(self, numbers: Tensor, received: Sequence[int]) -> Tensor:
-        """Send ids to every rank; return those of all ranks, in their order."""
+        """Send the ids of gradients to every rank; return those of all ranks, in their order."""
         sent = [len(numbers)] * self.ranks.size
         values = numbers.to(self._kind).repeat(self.ranks.size)
-        self.count("ids", values, sent)
+        self.count("grads", values, sent)
         return self.ranks.exchange(values, sent, list(received), self.ranks.training).long()
 
     def count(self, kind: str, values: Tensor, counts: Sequence[int]) -> None:

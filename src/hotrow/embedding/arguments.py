@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hotrow.distributed.ranks import RankError, Ranks
 from hotrow.engine.profile import Profile
-from hotrow.engine.strategy import Strategy
 from hotrow.inputs.tables import Copied, EmbeddingBagConfig
 from hotrow.kernels.rules import RowRule
 
@@ -81,16 +80,12 @@ def first_seed(ranks: Ranks | None, seed: int) -> int:
     return seed if ranks is None else int(ranks.compared(str(seed))[0])
 
 
-def check_ranks(ranks: Ranks, strategy: Strategy, replicate: str | int | None) -> None:
-    if replicate:
+def check_replicas(update: str, replicate: str | int) -> None:
+    """Raise if rows that every rank has cannot be updated as the others are."""
+    if replicate and update == "step":
         raise ValueError(
             "replicate= needs update='backward': with update='step' torch sees the norms of rows "
             "that have one owner each"
-        )
-    if strategy.on_host:
-        raise ValueError(
-            f"strategy {strategy.name!r} trains on one rank so far, and there are {ranks.size}; "
-            "those with a budget, and 'all-fast', train on several"
         )
 
 

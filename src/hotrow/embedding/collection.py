@@ -23,7 +23,7 @@ from hotrow.embedding import dense_steps
 from hotrow.embedding.arguments import (
     check_alike,
     check_arguments,
-    check_ranks,
+    check_replicas,
     describe_profile,
     drawn_seed,
     first_seed,
@@ -136,7 +136,7 @@ class EmbeddingBagCollection(TorchSurface):
         chosen = find_strategy(strategy)
         if self.ranks is not None:
             self._thread.begin_here()  # others read in process groups of their own from the start
-            check_ranks(self.ranks, chosen, replicate if update == "step" else None)
+            check_replicas(update, replicate)
             settings = (self.update, idle, on_nonfinite, output_dtype, is_weighted, replicate)
             facts = {
                 "hotrow": __version__, "torch": torch.__version__, "tables": self.tables,
@@ -377,7 +377,8 @@ class EmbeddingBagCollection(TorchSurface):
         which must hold a batch: `room_for_pins()` says how many rows can be pinned. If there are
         more, every table of the width keeps the same share of its rows, the first ones. Padding
         rows of tables without pooling are also pinned, since most samples read them. Returns the
-        pinned rows.
+        pinned rows. Several ranks call it together with the same rows, which each of them has then,
+        instead of those that `replicate=` has chosen; its bytes, beside the budget, are the room.
         """
         return self.pins.pin_rows(rows)
 
@@ -395,7 +396,8 @@ class EmbeddingBagCollection(TorchSurface):
         """From the next batch on the CPU reads and updates rows, as with strategy 'hybrid'.
 
         No `hotrow.ahead` may be running. Rows in fast memory go to the store first, with their
-        state, and stay in their slots until `train_in_slots()`. Returns their bytes.
+        state, and stay in their slots until `train_in_slots()`. Returns their bytes. On several
+        ranks, which call this together, owners alone have all rows then.
         """
         return self.pins.train_on_host()
 
@@ -403,7 +405,7 @@ class EmbeddingBagCollection(TorchSurface):
         """After `train_on_host()`: train rows in fast memory again, from the next batch on.
 
         No `hotrow.ahead` may be running. All rows that have slots are read once more, with their
-        state. Returns their bytes.
+        state. Returns their bytes. Several ranks call this together.
         """
         return self.pins.train_in_slots()
 
@@ -503,7 +505,7 @@ class EmbeddingBagCollection(TorchSurface):
     def sent_bytes(self) -> dict[str, int]:
         """Return the bytes that this rank has sent to others so far: "ids" that it looks up, and
         marks of rows that are late; "rows" that others look up, "early rows" of these, while the
-        batch before trained; and "grads" of rows that others own."""
+        batch before trained; "grads" of rows that others own; and "pins", rows that others pin."""
         return self._rows.sent_bytes()
 
     def chunk_seconds(self) -> float:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from hotrow.distributed.owners import GroupOwners, owned_counts
 from hotrow.distributed.ranks import Ranks
-from hotrow.distributed.replicas import choose_replicas, replica_group
+from hotrow.distributed.replicas import choose_replicas, replica_group, room_for_replicas
 from hotrow.distributed.shared_rows import SharedRows
 from hotrow.embedding.optimizer import RowOptimizer
-from hotrow.embedding.row_groups import Engine, Group, RowGroups
+from hotrow.embedding.row_groups import Engine, Group, RowGroups, engine_for
 from hotrow.engine.profile import Profile, byte_parts
 from hotrow.engine.stages import SPLIT
 from hotrow.engine.strategy import STRATEGIES, Strategy
@@ -162,13 +162,29 @@ class GroupBuilder:
         layouts = [owners.layout for owners in self.owners]
         return choose_replicas(layouts, self._row_bytes, total, profile)
 
+    def room_for_replicas(self, total: int) -> dict[int, int]:
+        """Return how many rows of each width every rank can have."""
+        layouts = [owners.layout for owners in self.owners]
+        room = room_for_replicas(layouts, self._row_bytes, total)
+        return {layout.dim: count for layout, count in zip(layouts, room, strict=True)}
+
     def build_replicas(
-        self, shared: Sequence[SharedRows], engine: Engine, options: Mapping[str, Any]
+        self,
+        engine: Engine,
+        options: Mapping[str, Any],
+        shared: Sequence[SharedRows],
+        *,
+        are_copied: bool = False,
     ) -> list[Group]:
-        """Build the groups of replicated rows, all of which are in fast memory."""
+        """Build the groups of replicated rows, all of which are in fast memory. `are_copied`: from
+        their owners, so they need no start."""
+        if self._strategy.on_host:  # `engine` has no fast memory for them
+            engine = engine_for(self._device, STRATEGIES["all-fast"])
         return [
             engine(
-                replica_group(group.layout, group.replicated, options["seed"]),
+                replica_group(
+                    group.layout, group.replicated, None if are_copied else options["seed"]
+                ),
                 optimizer=self._optimizer,
                 strategy=STRATEGIES["all-fast"],
                 share=None,
@@ -221,7 +237,9 @@ def build_rows(
         chosen = builder.choose_replicas(replicate, profile)
         kind = options["output_dtype"]
         groups = [SharedRows(*x, kind) for x in zip(builder.owners, chosen, strict=True)]
-        rows.share_out(groups, [*rows.groups, *builder.build_replicas(groups, engine, whole)])
+        rows.share_out(groups, [*rows.groups, *builder.build_replicas(engine, whole, groups)])
+        rows.room_for_replicas = builder.room_for_replicas(replicate)
+        rows.build_replicas = partial(builder.build_replicas, engine, whole, are_copied=True)
         for table in tables:
             if isinstance(table.start, Copied):
                 table.start.held.clear()  # every rank has taken its rows

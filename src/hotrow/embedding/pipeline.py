@@ -146,6 +146,8 @@ def _find_empty(
 
 def _overlaps(rows: RowGroups) -> bool:
     """Whether a batch that is read ahead has its rows in slots while the one before trains."""
+    if rows.strategy.on_host:  # the CPU reads rows when they are looked up
+        return False
     return rows.strategy.overlapped and rows.strategy.reads_ahead_on(rows.device)
 
 
@@ -348,11 +350,11 @@ class Pipeline:
                 shared.arrive(planned.batch)
         at_once([work for work in works if work not in outside], rows.lanes)
 
-    def fetch(self, planned: PlannedBatch) -> None:
-        """Get the vectors of a batch from the ranks that own its rows, if there are several."""
+    def fetch(self, planned: PlannedBatch, *, waits: bool = True) -> None:
+        """Get the vectors of a batch from the ranks that own its rows; not `waits`: begin to."""
         rows, exchange = self._rows, self._rows.exchange
         if planned.shared is not None and exchange is not None and not capturing():
-            exchange.fetch(planned.shared, rows.version, rows.version - rows.steps)
+            exchange.fetch(planned.shared, rows.version, rows.version - rows.steps, waits=waits)
 
     def settle_grads(self) -> None:
         """Take part where other ranks exchange gradients of a batch that has none here."""

@@ -124,6 +124,7 @@ class ReadBatch(Ticket):
         self.parted: Parted | None = None  # its first samples need no rows that are to arrive
         self.uploaded: Mark | None = None  # when the batch itself is on the device
         self.is_split = False  # it is trained in two parts
+        self.is_shared = False  # several ranks train it, each a part of its own
 
     def named(self) -> list[tuple[EmbeddingBagCollection, PlannedBatch, str]]:
         pairs = zip(self.by_collection, self.names, strict=True)
@@ -133,11 +134,25 @@ class ReadBatch(Ticket):
         """Wait for the batch alone, not for its rows, if the rows of its first samples are surely
         in place: the step waits for the other rows."""
         parted = self.parted
-        if parted is None or not parted.first or not parted.holds() or self.alone:
+        # Ranks begin to exchange rows in one order, also where one has no first part.
+        is_whole = parted is not None and not (parted.first and parted.holds() and not self.alone)
+        if parted is None or (is_whole and not self.is_shared):
             super().begin(lanes)
         else:
             self.is_split = True
             lanes.after("train", self.uploaded)
+
+    def fetch(self, *, waits: bool = True) -> None:
+        """Get the vectors of several ranks' rows, or begin to."""
+        for collection, planned in self.by_collection:
+            collection.pipeline.fetch(planned, waits=waits)
+
+    def wait_for_rows(self, lanes: Lanes) -> None:
+        """What training is given from now on comes after the arrival of all rows."""
+        self.needless = lanes.mark_here()
+        lanes.after("train", self.mark)
+        if self.is_shared:
+            self.fetch()
 
 
 def _warn_of_dropped(loader: Iterator[Any]) -> None:
@@ -411,18 +426,15 @@ class Reader:
                 for collection, planned, name in read.named()
             ]
 
-        def wait() -> None:
-            read.needless = self.lanes.mark_here()
-            self.lanes.after("train", read.mark)
-
         return Split(
             read.batch,
-            parted.first,
+            0 if read.is_shared and not parted.holds() else parted.first,
             parted.size,
             parted.cut,
             planned_part,
             [collection for collection, _ in read.by_collection],
-            wait,
+            partial(read.wait_for_rows, self.lanes),
+            partial(read.fetch, waits=False),
         )
 
     def _features(self, features: Any, name: str, batch: Any) -> Any:
@@ -546,6 +558,7 @@ class Reader:
                 collection.pipeline.expect(part)
         read = ReadBatch(batch, planned, names)
         read.parted = parted if self._can_split else None
+        read.is_shared = self._ends.is_shared
         return read
 
     def _wait_for(self, batch: Any, planned: PlannedBatches, made: Mark | None) -> None:

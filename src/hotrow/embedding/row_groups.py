@@ -77,6 +77,7 @@ class RowGroups:
     num_rows: int
     bytes_total: int  # of all rows with their state
     build_again: Callable[[], RowGroups]
+    build_replicas: Callable[[Sequence[SharedRows]], list[Group]]  # those that are chosen now
 
     def __init__(
         self,
@@ -100,6 +101,8 @@ class RowGroups:
         self.waiting_bytes = 0  # of them, at the most so far
         self.counts_sums = False  # the budget has room for them, which a CPU's has not
         self.whole_bytes = 0  # of the budget, for copies of whole tables and their gradients
+        self.room_for_replicas: Mapping[int, int] = {}  # rows of each width that all ranks can have
+        self.replica_choices = 0  # how often others were chosen
 
     def has_state_of(self, rule: RowRule) -> bool:
         """Whether rows have the state of a rule, as it starts."""
@@ -215,7 +218,7 @@ class RowGroups:
     def sent_bytes(self) -> dict[str, int]:
         """Return the bytes that this rank has sent to others, by kind."""
         sent = {} if self.exchange is None else self.exchange.wire.sent
-        return {kind: sent.get(kind, 0) for kind in ("ids", "rows", "early rows", "grads")}
+        return {kind: sent.get(kind, 0) for kind in ("ids", "rows", "early rows", "grads", "pins")}
 
     def switch(self) -> int:
         """Let the inactive engine train; return the bytes of the rows that are in slots."""
@@ -224,8 +227,10 @@ class RowGroups:
         self.inactive = InactiveEngine(self.groups, self.strategy, self.budget_bytes)
         for group, before in zip(other.groups, self.groups, strict=True):
             group.active, before.active = True, False
-        self.budget_bytes = other.budget_bytes
+        self.budget_bytes, shared = other.budget_bytes, self.lookup_groups
         self.activate(other.groups, other.strategy)
+        if self.exchange is not None:
+            self.share_out(shared, other.groups)
         return sum(4 * group.width * group.count_resident() for group in self.slot_groups)
 
     @property
@@ -271,10 +276,10 @@ class RowGroups:
 
     @property
     def slot_groups(self) -> Sequence[Any]:
-        """The groups of the engine that has slots, if there are two."""
+        """The groups of the engine that has slots, if there are two; without replicas."""
         if self.inactive is not None and self.inactive.strategy.has_slots:
             return self.inactive.groups
-        return self.groups
+        return self.owned_groups
 
     def find(self, table: str) -> tuple[Group, int, int]:
         """Return the group of a table, the id of its first row in the group, and its size."""
@@ -350,8 +355,10 @@ class RowGroups:
     def memory(self) -> dict[str, int]:
         """Return the bytes of fast memory by part."""
         parts: Counter[str] = Counter()
+        replicas = self.groups[len(self.lookup_groups) :]
         for group in self.every_group:
-            parts.update(group.num_bytes())
+            held = group.num_bytes()
+            parts.update({"replicated rows": sum(held.values())} if group in replicas else held)
         for shared in self.lookup_groups if self.is_shared else ():
             parts.update(shared.capture.num_bytes())
         for frozen in {id(group.store): group.store.frozen.bits for group in self.groups}.values():

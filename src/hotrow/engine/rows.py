@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hotrow.engine.arithmetic import HostArithmetic
+from hotrow.engine.arithmetic import HostArithmetic, HostPooling
 from hotrow.engine.capture import NoCapture
 from hotrow.engine.counters import Counters, Overflow
 from hotrow.engine.direct import DirectPath, HostDirectPath
@@ -153,6 +153,11 @@ class RowGroup:
         return self.active and self.flight.holds(work)
 
     # -- lookup and update -------------------------------------------------------------
+
+    def pooling(self, output_dtype: torch.dtype) -> HostPooling:
+        """Return what computes from vectors of other ranks."""
+        pooling: HostPooling = self.arithmetic.pooling(output_dtype)
+        return pooling
 
     def timed(self, work: Work | None) -> AbstractContextManager[None]:
         """Measure what is done inside, if the batch passes in chunks."""

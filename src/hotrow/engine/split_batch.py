@@ -43,6 +43,8 @@ class Split:
     arrivals: Callable[[Any, int], Sequence[tuple[Any, Any]]]
     collections: Sequence[Any]
     wait: Callable[[], None]  # what training is given from now on comes after all rows' arrival
+    # Several ranks call it before the first part: rows begin to travel between them.
+    begin: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from hotrow.report.page import (
     number,
     rate,
 )
+from hotrow.report.rank_tables import comparison_parts
 from hotrow.support.messages import apart, few, many
 from hotrow.support.records import WORSE_THAN_CONSTANT, ComparisonRecord, Figures
 from hotrow.support.toml import flat
@@ -43,6 +44,8 @@ def comparison_document(record: ComparisonRecord, *, has_library: bool | None = 
     ]
     if lines := remarks(record):
         parts.insert(3, Section("Remarks", [Bullets(lines)]))
+    if record.ranks > 1:
+        parts.insert(3, Section("Ranks", comparison_parts(record.strategies)))
     if record.advice:
         parts.insert(0, Text(record.advice, "advice"))
     return Document(f"hotrow compare: {record.name}", parts)
@@ -83,10 +86,11 @@ def _charts(timed: Sequence[Figures], record: ComparisonRecord, is_plain: bool) 
 
 def _table(record: ComparisonRecord) -> Table:
     over = f" over {record.baseline}" if record.baseline is not None else ""
+    of_each = " of a rank" if record.ranks > 1 else ""
     heads = (
         "strategy", "contract", "samples/s", "samples/s of a step, p50 (p20-p80)",
-        f"speed-up{over}", "fast memory", "hit rate", "rows/sample", "bytes/sample", "samples",
-        "AUC", "log-loss", _EQUAL,
+        f"speed-up{over}", f"fast memory{of_each}", "hit rate", "rows/sample", "bytes/sample",
+        "samples", "AUC", "log-loss", _EQUAL,
     )  # fmt: skip
     rows = [_cells(figures) for figures in record.strategies]
     bad = {(place, _EQUAL) for place, row in enumerate(rows) if row[-1] in ("no", "failed")}
@@ -150,12 +154,13 @@ def conditions(record: ComparisonRecord) -> str:
     """Return what was compared, in a sentence or two."""
     where = record.environment.get("gpu") or record.environment["device"]
     tolerance, batch = record.tolerance, record.settings["data"]["batch_size"]
+    of_each = f" for each of {record.ranks} ranks" if record.ranks > 1 else ""
     return (
         f"{many(record.steps, 'step')} of {many(batch, 'sample')}, "
         f"{many(record.repetitions, 'repetition')} in turn, the first "
         f"{many(record.warm_up, 'step')} of each left out of speeds; "
         f"{show_bytes(record.rows_bytes)} of rows with their state, a budget of "
-        f"{show_bytes(record.budget_bytes)}; on {where}, torch's threads: "
+        f"{show_bytes(record.budget_bytes)}{of_each}; on {where}, torch's threads: "
         f"{record.environment['threads']}. Within tolerance: every loss differs by at most "
         f"{tolerance['relative']:g} of its value plus {tolerance['absolute']:g}, and so do "
         f"{1 - tolerance['outliers']:.0%} of the dense weights, rows and row state whose bits "

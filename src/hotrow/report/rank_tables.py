@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from hotrow.report.charts import Chart, bars_by_name
 from hotrow.report.page import Charts, Part, Table, Text, table_by_columns
 from hotrow.support.messages import many
-from hotrow.support.records import RankRecord
+from hotrow.support.records import Figures, RankRecord
 from hotrow.support.units import show_bytes
 
 _SHOWN = 64  # ranks in a table
@@ -43,6 +43,12 @@ _PLACES: dict[str, Callable[[RankRecord], str]] = {
     "fast memory": lambda x: show_bytes(x.fast_bytes),
     "process memory": lambda x: show_bytes(x.host_bytes),
 }
+_SENT = {
+    "sent/sample": ("ids", "rows", "grads"),
+    "ids": ("ids",),
+    "rows": ("rows",),
+    "gradients": ("grads",),
+}
 _IN_BALANCE = ("lookups", "rows served", "host link", "sent", "waited")
 _EXPLAINED = (
     "Lookups are those of a rank's samples. It asks owners for each different row of a batch once, "
@@ -69,6 +75,37 @@ def rank_parts(ranks: Sequence[RankRecord]) -> list[Part]:
         Charts(_charts(ranks)),
         table_by_columns(_PLACES, shown, words=("machine", "device")),
     ]
+
+
+def comparison_parts(strategies: Sequence[Figures]) -> list[Part]:
+    """Return what ranks sent each other, and how evenly they worked, for each strategy."""
+    rows = [
+        [
+            figures.strategy,
+            *(show_bytes(_sent(figures, kinds)) for kinds in _SENT.values()),
+            f"{sum(x.wait_share for x in figures.ranks) / len(figures.ranks):.1%}",
+            *(_balance(name, figures.ranks) for name in _IN_BALANCE),
+        ]
+        for figures in strategies
+        if figures.ranks and figures.samples
+    ]
+    heads = [
+        "strategy",
+        *_SENT,
+        "waited, of training",
+        *(f"{x}: largest / mean" for x in _IN_BALANCE),
+    ]
+    note = (
+        "Bytes per sample that all ranks together have sent to others, in the first repetition; "
+        "the share of training in which ranks waited for others, on average; and the largest "
+        "value of a rank over the mean. Fast memory by part is that of rank 0."
+    )
+    return [Text(note, "faint"), Table(heads, rows)]
+
+
+def _sent(figures: Figures, kinds: Sequence[str]) -> float:
+    sent = sum(getattr(rank, f"bytes_of_{kind}") for rank in figures.ranks for kind in kinds)
+    return float(sent / figures.samples)
 
 
 def balance_in_words(ranks: Sequence[RankRecord]) -> str:

@@ -147,12 +147,19 @@ def parts_of_a_step(runs: Sequence[RunView]) -> Chart:
         "planning": lambda x: x.plan_seconds,
         "moving rows": lambda x: x.rows_seconds,
         "training": lambda x: (
-            x.seconds - x.read_seconds - x.plan_seconds - x.rows_seconds - x.chunk_seconds
+            x.seconds
+            - x.read_seconds
+            - x.plan_seconds
+            - x.rows_seconds
+            - x.chunk_seconds
+            - x.rank_seconds
         ),
     }
     timed = [(run.name, run.record.times) for run in runs if run.record.times is not None]
     if any(each.chunk_seconds for _, each in timed):
         named["batches in chunks"] = lambda x: x.chunk_seconds
+    if any(each.rank_seconds for _, each in timed):
+        named["waiting for other ranks"] = lambda x: x.rank_seconds
     order = tuple(name for name, _ in timed)
     parts = {
         name: [1000 * of(each) / each.steps for _, each in timed]

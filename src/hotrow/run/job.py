@@ -16,6 +16,7 @@ from hotrow.embedding.arguments import usable_device
 from hotrow.embedding.collection import EmbeddingBagCollection, EmbeddingCollection
 from hotrow.engine.profile import Profile, load_profile
 from hotrow.engine.strategy import STRATEGIES
+from hotrow.inputs.rank_part import whole_batches
 from hotrow.inputs.tables import EmbeddingBagConfig, EmbeddingConfig, group_by_width
 from hotrow.models import MODELS
 from hotrow.run.config import (
@@ -388,7 +389,7 @@ def _validation(samples: Samples) -> Iterable[AnyBatch] | None:
     except ValueError as error:
         warn(str(error))
         return None
-    return Again(lambda: iter(samples.split("validation").batches))
+    return Again(lambda: samples.split("validation").batches)
 
 
 def _has_sample_numbers(samples: Samples, steps: int) -> bool:
@@ -402,14 +403,19 @@ class Again:
 
     def __init__(
         self,
-        batches: Callable[[], Iterator[AnyBatch]],
+        batches: Callable[[], Iterable[AnyBatch]],
         count: int | None = None,
         batches_per_epoch: int | None = None,
     ) -> None:
         self._batches, self._count, self.batches_per_epoch = batches, count, batches_per_epoch
 
     def __iter__(self) -> Iterator[AnyBatch]:
-        return self._batches()
+        return iter(self._batches())
+
+    def whole_batches(self) -> Again:
+        """Return the same batches, whole on every rank."""
+
+        return Again(lambda: whole_batches(self._batches()), self._count, self.batches_per_epoch)
 
     def __len__(self) -> int:
         if self._count is None:

@@ -43,6 +43,8 @@ def own_record(trainer: Trainer[Any]) -> RankRecord:
         num_slots=sum(collection.num_slots for collection in collections),
         served_rows=shared.served_rows(),
         fetched_rows=sum(x.fetched_rows for x in traffic),
+        evicted_rows=sum(x.evicted_rows for x in traffic),
+        loaded_rows=sum(x.loaded_rows for x in traffic),
         bytes_fetched=sum(x.bytes_fetched for x in traffic),
         bytes_evicted=sum(x.bytes_evicted for x in traffic),
         fast_bytes=sum(sum(collection.memory().values()) for collection in collections),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
 from typing import Any, Protocol
 
@@ -24,10 +24,11 @@ from hotrow.data import (
 from hotrow.data.loader import MIXED, BatchReader, check_histories, histories_of
 from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.format import SPLITS
-from hotrow.data.ranks import current_part
+from hotrow.data.ranks import PartReader, RankPart, current_part
 from hotrow.data.sources import numbers_of
 from hotrow.data.synthetic import SyntheticConfig
 from hotrow.engine.profile import Profile
+from hotrow.inputs.rank_part import HeldBatches
 from hotrow.inputs.tree import map_tensors
 from hotrow.run.config import DataSection
 from hotrow.support.files import FileRecord
@@ -59,8 +60,8 @@ class Samples(Protocol):
     @property
     def batches_per_epoch(self) -> int: ...
 
-    def batches(self, steps: int, start: int = 0) -> Iterator[AnyBatch]:
-        """Yield batches `start` to `steps` of the training samples, epoch after epoch."""
+    def batches(self, steps: int, start: int = 0) -> PartReader[AnyBatch]:
+        """Return batches `start` to `steps` of the training samples, epoch after epoch."""
 
     @property
     def profile(self) -> Profile | None:
@@ -114,19 +115,21 @@ class Generated:
         lookups = config.lookups_per_table if steps is None else [steps + 1] * len(names)
         self.lookups: dict[str, int] | None = dict(zip(names, lookups, strict=True))
 
-    def batches(self, steps: int, start: int = 0) -> Iterator[AnyBatch]:
-        part = current_part()
+    def batches(self, steps: int, start: int = 0) -> PartReader[AnyBatch]:
+        return PartReader(partial(self._read, steps, start), current_part())
+
+    def _read(self, steps: int, start: int, part: RankPart) -> Iterator[AnyBatch]:
         for step in range(start, steps):
             batch = part.cut(self.drawn.batch(step % self.batches_per_epoch))
             yield map_tensors(batch, Tensor.pin_memory) if self._pins else batch
 
     @cached_property
-    def _held_back(self) -> dict[str, list[AnyBatch]]:
+    def _held_back(self) -> dict[str, HeldBatches[AnyBatch]]:
         """The batches after the training data, for test and then for validation; every evaluation
         reads them."""
         first, count = self.batches_per_epoch, self._section.eval_batches or 8
-        held: list[AnyBatch] = list(self.drawn.batches(first, first + 2 * count))
-        return {"test": held[:count], "validation": held[count:]}
+        held: list[AnyBatch] = [self.drawn.batch(x) for x in range(first, first + 2 * count)]
+        return {"test": HeldBatches(held[:count]), "validation": HeldBatches(held[count:])}
 
     @property
     def profile(self) -> Profile | None:
@@ -252,8 +255,8 @@ class FromFolder:
             **options,
         )
 
-    def batches(self, steps: int, start: int = 0) -> Iterator[AnyBatch]:
-        yield from self.loader(-(-steps // self.batches_per_epoch)).batches(start, steps)
+    def batches(self, steps: int, start: int = 0) -> PartReader[AnyBatch]:
+        return self.loader(-(-steps // self.batches_per_epoch)).batches(start, steps)
 
     def loader(self, epochs: int) -> BatchReader[AnyBatch]:
         """Read all training samples `epochs` times; FAE sorts them by their numbers."""

@@ -12,7 +12,9 @@ from typing import Any
 from hotrow.support.records import EvalRecord, LateStepRecord, Limit, StepRecord, Summary, Times
 
 _SETTLING = 16  # steps that are not timed: caches are cold, and graphs are captured
-_TIMED = ("seconds", "read_seconds", "plan_seconds", "rows_seconds", "chunk_seconds")
+_TIMED = (
+    "seconds", "read_seconds", "plan_seconds", "rows_seconds", "chunk_seconds", "rank_seconds",
+)  # fmt: skip
 STEPS_BEHIND = 8  # more than a device lags behind the host
 
 
@@ -144,6 +146,10 @@ _ADVICE = {
         "A larger embedding.budget moves fewer rows, and so does embedding.profile = true where "
         "rows were counted; hotrow compare tries other strategies"
     ),
+    "ranks": (
+        "Larger batches exchange less often; hotrow report shows whether all ranks wait for one, "
+        "and one rank exchanges nothing"
+    ),
 }
 
 
@@ -165,9 +171,12 @@ def _on_cpu(times: Times, remedy: str, all_fast: Times | None) -> Limit:
         "planning": times.plan_seconds / times.seconds,
         "link": times.rows_seconds / times.seconds,
         "chunks": times.chunk_seconds / times.seconds,
+        "ranks": times.rank_seconds / times.seconds,
     }
     shares["dense part"] = 1 - sum(shares.values())
     in_chunks = f", batches in chunks {shares['chunks']:.0%}" if remedy else ""
+    if times.rank_seconds:
+        in_chunks += f", waiting for other ranks {shares['ranks']:.0%}"
     measured = (
         f"of a step, training took {shares['dense part']:.0%}, planning {shares['planning']:.0%}, "
         f"moving rows {shares['link']:.0%}, reading batches {shares['loader']:.0%}{in_chunks}"
@@ -204,6 +213,10 @@ def _on_gpu(times: Times, remedy: str) -> Limit | None:
     if planning >= _PART_OF_HOST:
         text = f"the host was launching plans for {planning:.0%} of a step"
         return _limit("planning", planning, text, _ADVICE["planning"])
+    ranks = times.rank_seconds / times.seconds
+    if ranks >= _PART_OF_HOST:
+        text = f"the host waited for other ranks for {ranks:.0%} of a step"
+        return _limit("ranks", ranks, text, _ADVICE["ranks"])
     if math.isnan(times.waited):
         return None
     text = f"training waited for rows for {times.waited:.0%} of a step"

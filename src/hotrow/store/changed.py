@@ -125,10 +125,14 @@ class FrozenRows:
 
     def moving(self, ids: Tensor) -> Tensor | None:
         """Return a mask of the rows that a step changes; None: all of them."""
-        bits = self._host_bits if ids.device.type == "cpu" else self.bits
-        moves = None if bits is None else ~in_bits(bits, ids)
+        moves = None if self.bits is None else ~self.among(ids)
         trained = self.trained(ids)
         return trained if moves is None else moves if trained is None else moves & trained
+
+    def among(self, ids: Tensor) -> Tensor:
+        """Return a mask of the frozen rows."""
+        bits = self._host_bits if ids.device.type == "cpu" else self.bits
+        return torch.zeros_like(ids, dtype=torch.bool) if bits is None else in_bits(bits, ids)
 
     def trained(self, ids: Tensor) -> Tensor | None:
         """Return a mask of the rows that are not untrained padding; None: all of them."""

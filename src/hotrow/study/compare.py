@@ -14,7 +14,6 @@ import gc
 import math
 import shutil
 import statistics
-import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,15 +23,28 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from hotrow.distributed.ranks import RankError
 from hotrow.embedding.arguments import usable_device
+from hotrow.inputs.rank_part import HeldBatches, whole_batches
 from hotrow.inputs.tree import tensors_in
 from hotrow.run.config import RunConfig
 from hotrow.run.files import environment, now
 from hotrow.run.job import open_data, total_steps, with_budget
+from hotrow.run.rank_records import of_all_ranks
+from hotrow.run.ranks import RunRanks
+from hotrow.run.session import refuse_small_batches
 from hotrow.run.source import AnyBatch, Samples
 from hotrow.run.strategy_names import followed
 from hotrow.run.tally import Tally
+from hotrow.sizing.budgets import AUTO
 from hotrow.study.likeness import Bits, Distance, Reference, Tolerance, bits_of, unlike
+from hotrow.study.rank_turns import (
+    Failure,
+    agree,
+    open_reference,
+    shared_distance,
+    why_not_shared,
+)
 from hotrow.study.systems import (
     SYSTEMS,
     OtherBatches,
@@ -43,7 +55,13 @@ from hotrow.study.systems import (
 )
 from hotrow.support.host_memory import available_bytes
 from hotrow.support.messages import few, many
-from hotrow.support.records import ComparisonRecord, EvalRecord, Figures, StepRecord
+from hotrow.support.records import (
+    ComparisonRecord,
+    EvalRecord,
+    Figures,
+    RankRecord,
+    StepRecord,
+)
 from hotrow.support.streams import Mark, lanes_of
 from hotrow.support.units import parse_bytes, show_bytes
 from hotrow.systems.slipstream.skip import SkipRecord
@@ -57,7 +75,6 @@ _MOST_KEPT = 4 << 30  # bytes of batches in memory
 _SPARE_BYTES = 1 << 28  # of the disk
 _MUCH = 0.1  # share of a run's time
 _SEEDS_DIFFER = 1e-3  # AUC: a smaller difference between two runs may come from their seeds
-_EXPECTED = (ValueError, OSError, MemoryError, torch.OutOfMemoryError)  # without a traceback
 
 
 @dataclass
@@ -73,6 +90,7 @@ class Entry:
     tally: Tally | None = None  # of the first repetition, as everything below
     quality: EvalRecord | None = None
     bits: Bits | None = None
+    ranks: tuple[RankRecord, ...] = ()  # of several ranks
     distance: Distance | None = None  # from all-fast, where equal bits are not promised
     changes: list[str] = field(default_factory=list)  # repetitions that ended with other bits
 
@@ -108,6 +126,7 @@ class Turn:
     loss: float = math.nan
     samples_per_second: float = math.nan  # of a finished turn
     message: str = ""
+    requested: int = 0  # bits that ranks have sent with the newest step; see `Trainer.hear`
 
     @property
     def is_over(self) -> bool:
@@ -151,11 +170,16 @@ class Comparison:
         most_kept: int | None = None,
         tolerance: Tolerance = Tolerance(),  # noqa: B008
         spare_bytes: int = _SPARE_BYTES,
+        team: RunRanks | None = None,
+        requests: Callable[[], int] = int,
     ) -> None:
         """`warm_up`: first steps of each repetition that are not timed, by default a tenth.
         `most_kept`: bytes of batches that may stay in memory. `spare_bytes`: of the disk, which
-        all-fast's rows leave free."""
+        all-fast's rows leave free. `team`: the ranks that train each strategy together; all of them
+        take the same turns. `requests`: see `Trainer.hear`."""
         usable_device(config.run.device)  # raises if it is not
+        self._team, self._requests = team or RunRanks(), requests
+        refuse_small_batches(config, self._team.size)
         samples = open_data(config)
         config = with_budget(config, samples)
         self.config, self.entries = config, list(entries)
@@ -174,17 +198,24 @@ class Comparison:
         self._why_no_distance = ""
         self._left_out: dict[str, SkipRecord] = {}  # by strategies with slipstream
         self.rows_bytes = config.row_bytes * sum(rows for rows, _ in samples.tables.values())
-        self.budget_bytes = parse_bytes(config.embedding.budget, total=self.rows_bytes)
+        if config.embedding.budget == AUTO:  # on one rank it is known now
+            raise ValueError(
+                f'embedding.budget = "auto" leaves open what each of {self._team.size} ranks takes '
+                "for each strategy: give bytes or a share, such as embedding.budget=10%"
+            )
+        owned = self.rows_bytes // self._team.size
+        self.budget_bytes = parse_bytes(config.embedding.budget, total=owned)
 
     @property
     def total_steps(self) -> int:
         """Steps of all turns together, if none fails."""
         return self.steps * sum(entry.repetitions for entry in self.entries)
 
-    def run(self, folder: Path) -> Generator[Turn]:
+    def run(self, folder: Path | None) -> Generator[Turn]:
         """Train all strategies once, then all of them again, so that a disturbance of the machine
-        affects all alike. A caller may stop early. `folder` is for rows that do not fit memory."""
-        self._folder = folder
+        affects all alike. A caller may stop early. `folder` is for rows that do not fit memory;
+        of several ranks the first one has it."""
+        self._folder = folder or Path()
         gc.freeze()  # later collections skip the objects that exist now
         try:
             yield from self._keep_batches()
@@ -202,36 +233,41 @@ class Comparison:
 
     def _turn(self, entry: Entry, repetition: int) -> Iterator[Turn]:
         turn = Turn(entry.kind.name, repetition, entry.repetitions, "building")
+        failure = None
         try:
             yield turn
             yield from self._train(entry, turn)
+        except RankError:  # another rank has failed, and waits for nothing any more
+            raise
         except Exception as error:  # the other strategies go on
-            # Kept as text: the error's frames would keep the system in memory.
-            is_expected = isinstance(error, _EXPECTED)
-            text = " ".join(str(error).split())
-            entry.note(
-                message=text if is_expected and text else f"{type(error).__name__}: {text}",
-                traceback="" if is_expected else traceback.format_exc(),
-            )
+            failure = Failure.of(error)
         finally:
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-        if entry.has_failed:
+        failure = agree(entry.kind.name, failure, self.config.run.device)
+        if failure is not None:
+            entry.note(message=failure.message, traceback=failure.traceback)
             yield replace(turn, stage="failed", message=entry.figures.message)
 
     def _train(self, entry: Entry, turn: Turn) -> Iterator[Turn]:
-        if (reason := entry.kind.refuses(self.config)) is not None:
+        reason = why_not_shared(entry.kind, self._team.size) or entry.kind.refuses(self.config)
+        if reason is not None:
             raise ValueError(reason)
-        system = entry.kind.build(self.config, self._samples)
+        system: Any = entry.kind.build(self.config, self._samples)
         self._follow(entry, system)
+        if self._team.size > 1:
+            system.hear(self._requests)
         is_gpu = system.device.type == "cuda"
         clock = _Clock(lanes_of(system.device).mark_here if is_gpu else None)
         tally, started = Tally(), perf_counter()
         for record in system.train():
             tally.add(record)
             clock.add(record)
-            yield replace(turn, stage="training", steps=tally.steps, loss=tally.loss)
+            requested = system.requested if self._team.size > 1 else 0
+            yield replace(
+                turn, stage="training", steps=tally.steps, loss=tally.loss, requested=requested
+            )
         tally.finish()
         self._note_evaluated(entry, system, perf_counter() - started)
         if isinstance(skip := getattr(system, "skip", None), Slipstream):
@@ -239,6 +275,8 @@ class Comparison:
         offered = self.steps * self.config.data.batch_size
         rates, whole_run = clock.speeds(self.warm_up, offered)
         turn = replace(turn, steps=tally.steps, loss=tally.loss)
+        if self._team.size > 1 and not entry.ranks:
+            entry.ranks = system.rank_records()
         quality = entry.quality
         if quality is None:
             yield replace(turn, stage="evaluating")
@@ -294,14 +332,12 @@ class Comparison:
         """Keep all-fast's values, if a strategy does not promise equal bits and there is room."""
         if all(entry.kind.contract == "exact" for entry in self.entries):
             return None
-        free = shutil.disk_usage(self._folder).free
-        if self.rows_bytes + self._spare_bytes > free:
-            self._why_no_distance = (
-                f"to tell how far apart values are, {show_bytes(self.rows_bytes)} of all-fast's "
-                f"rows must lie on the disk of {self._folder}, which has {show_bytes(free)} free"
-            )
+        self._why_no_distance = self._team.from_first(
+            lambda: _why_no_room(self._folder, self.rows_bytes, self._spare_bytes)
+        )
+        if self._why_no_distance:
             return None
-        self._reference = Reference(self._folder, self._tolerance)
+        self._reference = open_reference(self._team, self._folder, self._tolerance)
         return self._reference
 
     def _likeness(self, entry: Entry, system: System, tally: Tally, bits: Bits) -> tuple[str, str]:
@@ -317,7 +353,8 @@ class Comparison:
             return "no", "it changes the training, and says so"
         if self._reference is None:
             return "not compared", f"bits differ; {self._why_no_distance}"
-        distance = entry.distance = self._reference.distance(system, tally.losses)
+        distance = shared_distance(self._team, self._reference, system, tally.losses)
+        entry.distance = distance
         if distance is None:
             return "no", f"it has other things: {names}"
         return "tolerance" if self._tolerance.holds(distance) else "no", str(distance)
@@ -347,9 +384,9 @@ class Comparison:
         """Read the batches once, if they fit memory, so that speeds do not depend on reading."""
         most, samples = self._most_kept, self._samples
         if most is None:
-            most = min(_MOST_KEPT, (available_bytes() or 0) // 8)
+            most = min(_MOST_KEPT, (available_bytes() or 0) // 8) // self._team.place.local_size
         size, batches = 0, list[AnyBatch]()
-        for batch in samples.batches(self.steps):
+        for batch in whole_batches(samples.batches(self.steps)):
             size += sum(part.numel() * part.element_size() for part in tensors_in(batch))
             if size > most:
                 self._notes.append(
@@ -359,7 +396,7 @@ class Comparison:
                 return
             batches.append(batch)
             yield Turn("", 0, 0, "reading", steps=len(batches))
-        kept = OtherBatches(samples, lambda steps: iter(batches[:steps]))
+        kept = OtherBatches(samples, lambda steps: HeldBatches(batches[:steps]))
         self._samples = cast(Samples, kept)
 
     # -- results -----------------------------------------------------------------------
@@ -372,7 +409,7 @@ class Comparison:
             started=self._started,
             outcome=outcome,
             settings=asdict(self.config),
-            environment=environment(self.config.run.device),
+            environment=environment(self.config.run.device) | self._team.facts(),
             steps=self.steps,
             repetitions=max(entry.repetitions for entry in self.entries),
             warm_up=self.warm_up,
@@ -383,19 +420,14 @@ class Comparison:
                 name: getattr(self._tolerance, name)
                 for name in ("relative", "absolute", "outliers")
             },
-            notes=(*self._notes, *self._over_budget(), *self._beside_controls()),
+            notes=(
+                *self._notes,
+                *_over_budget(self.entries, self.budget_bytes),
+                *self._beside_controls(),
+            ),
             strategies=tuple(self._figures(entry, pace) for entry in self.entries),
+            ranks=self._team.size,
         )
-
-    def _over_budget(self) -> Iterator[str]:
-        """Note strategies whose fast memory exceeds the budget, because batches need it."""
-        for entry in self.entries:
-            over = sum(entry.figures.memory.values()) - self.budget_bytes
-            if entry.kind.is_budgeted and over > 0:
-                yield (
-                    f"{entry.kind.name} takes {show_bytes(over)} of fast memory beyond the budget "
-                    f"of {show_bytes(self.budget_bytes)}: batches need that much beside its slots"
-                )
 
     def _beside_controls(self) -> Iterator[str]:
         """Note whether dropping stale samples was better than dropping as many at random."""
@@ -432,8 +464,10 @@ class Comparison:
         whole_run = statistics.median(entry.whole_runs)
         tally, samples = entry.tally, entry.tally.samples
         fast_bytes = sum(about.memory.values())
+        total, moved = of_all_ranks(tally.summary(), entry.ranks), tally.rows_moved
         return replace(
             about,
+            ranks=entry.ranks,
             timed_steps=len(entry.rates),
             samples_per_second=middle,
             slow_samples_per_second=slow,
@@ -444,9 +478,9 @@ class Comparison:
             speed_up=whole_run / pace if pace else math.nan,
             fast_bytes=fast_bytes,
             is_within_budget=entry.kind.is_bounded or fast_bytes <= self.budget_bytes,
-            hit_rate=tally.hit_rate,
-            rows_per_sample=tally.rows_moved / samples,
-            bytes_per_sample=tally.bytes_moved / samples,
+            hit_rate=total.hit_rate,
+            rows_per_sample=(sum(x.rows_moved for x in entry.ranks) or moved) / samples,
+            bytes_per_sample=total.bytes_moved / samples,
             samples=samples,
             auc=entry.quality.auc,
             log_loss=entry.quality.log_loss,
@@ -462,6 +496,28 @@ class Comparison:
             return "unfinished" if entry.done else "not run"
         assert entry.tally is not None
         return "diverged" if math.isnan(entry.tally.loss) else "finished"
+
+
+def _over_budget(entries: Sequence[Entry], budget_bytes: int) -> Iterator[str]:
+    """Note strategies whose fast memory exceeds the budget, because batches need it."""
+    for entry in entries:
+        over = sum(entry.figures.memory.values()) - budget_bytes
+        if entry.kind.is_budgeted and over > 0:
+            yield (
+                f"{entry.kind.name} takes {show_bytes(over)} of fast memory beyond the budget of "
+                f"{show_bytes(budget_bytes)}: batches need that much beside its slots"
+            )
+
+
+def _why_no_room(folder: Path, rows_bytes: int, spare_bytes: int) -> str:
+    """Return why all-fast's rows have no room on the disk; empty: they have."""
+    free = shutil.disk_usage(folder).free
+    if rows_bytes + spare_bytes <= free:
+        return ""
+    return (
+        f"to tell how far apart values are, {show_bytes(rows_bytes)} of all-fast's rows must lie "
+        f"on the disk of {folder}, which has {show_bytes(free)} free"
+    )
 
 
 class _Clock:

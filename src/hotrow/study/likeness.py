@@ -138,7 +138,8 @@ def bits_of(system: System, losses: Sequence[float], *, copy: Reference | None =
 class Reference:
     """The values one system ended with: rows in a file, everything else in memory."""
 
-    def __init__(self, folder: Path, tolerance: Tolerance) -> None:
+    def __init__(self, folder: Path | None, tolerance: Tolerance) -> None:
+        """`folder`: of the file; None: in the system's own."""
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         self._tolerance = tolerance
         self._starts: dict[str, int] = {}
@@ -174,15 +175,19 @@ class Reference:
             self._file.seek(self._starts[table])
             # Systems read in chunks of their own sizes, all from the first row on.
             for _, rows in system.rows(table):
-                wanted = np.empty(rows.shape, dtype=np.float32)
-                self._file.readinto(wanted.data)
-                total += compare(rows, torch.from_numpy(wanted))
+                total += compare(rows, self._rows_like(rows))
         steps = [
             compare(torch.tensor(loss), torch.tensor(wanted_loss))
             for loss, wanted_loss in zip(losses, self._losses, strict=True)
         ]
         first = next((number for number, step in enumerate(steps, 1) if step.beyond), None)
         return Distance(sum(steps, start=Apart()), total, first)
+
+    def _rows_like(self, rows: Tensor) -> Tensor:
+        """Return the next rows of the file, as many as these."""
+        wanted = np.empty(rows.shape, dtype=np.float32)
+        self._file.readinto(wanted.data)
+        return torch.from_numpy(wanted)
 
 
 def _array(tensor: Tensor) -> np.ndarray:

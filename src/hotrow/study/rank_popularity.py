@@ -163,11 +163,11 @@ class Popularities:
         marks = (ranks - 1) * _mark_bytes(asked / ranks)
         return (
             Traffic(
-                id_bytes=tables.id_bytes * (asked * away + copies),
+                id_bytes=tables.id_bytes * asked * away,
                 mark_bytes=marks,
                 early_bytes=tables.vector_bytes * early * away,
                 late_bytes=tables.vector_bytes * (asked - early) * away,
-                grad_bytes=tables.vector_bytes * (asked * away + copies),
+                grad_bytes=tables.vector_bytes * (asked * away + copies) + tables.id_bytes * copies,
                 balance=self._balance(loads, spreads),
                 replicated_rows=0 if replicas is None else len(replicas),
             ),

@@ -218,11 +218,12 @@ class _Tally:
         copies = self._copied * (self._ranks - 1)  # each goes to all others
         vector = self._tables.vector_bytes
         return Traffic(
-            id_bytes=self._tables.id_bytes * (self._away + copies) / steps,
+            id_bytes=self._tables.id_bytes * self._away / steps,
             mark_bytes=self._marks / steps,
             early_bytes=vector * self._early / steps,
             late_bytes=vector * (self._away - self._early) / steps,
-            grad_bytes=vector * (self._away + copies) / steps,
+            # With the ids of replicated rows: those of others are known to their owners.
+            grad_bytes=(vector * (self._away + copies) + self._tables.id_bytes * copies) / steps,
             balance=float(np.mean(self._balances)) if self._balances else 1.0,
             replicated_rows=0 if self._replicas is None else len(self._replicas),
         )

@@ -7,7 +7,7 @@ To add one, register how it is built:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, cast
@@ -19,12 +19,13 @@ from hotrow.engine.strategy import STRATEGIES
 from hotrow.inputs.samples import take
 from hotrow.run.config import RunConfig
 from hotrow.run.job import Job, build, dense_weights, skip_of
+from hotrow.run.rank_records import rank_records
 from hotrow.run.source import AnyBatch, Samples
 from hotrow.run.strategy_names import PLAIN, SKIPS, Named, find_named
 from hotrow.run.strategy_names import SYSTEMS as NAMED_SYSTEMS
 from hotrow.study.plain import plain_job, why_not_plain
 from hotrow.support.messages import did_you_mean
-from hotrow.support.records import EvalRecord, StepRecord
+from hotrow.support.records import EvalRecord, RankRecord, StepRecord
 from hotrow.systems.slipstream.slipstream import RandomDrop, Slipstream
 
 CONTRACTS = ("exact", "exact up to rounding", "changed")
@@ -68,6 +69,7 @@ class SystemKind:
     refuses: Callable[[RunConfig], str | None] = lambda config: None
     is_bounded: bool = True  # by the budget, or it has no rows in fast memory
     is_budgeted: bool = False  # it keeps as many rows in fast memory as the budget holds
+    shares_rows: bool = True  # several ranks can train it
 
     def __post_init__(self) -> None:
         if self.contract not in CONTRACTS:
@@ -121,6 +123,19 @@ class StrategySystem:
         """Samples evaluated while it trained, and the seconds that took."""
         return self._job.trainer.loss_samples, self._job.trainer.loss_seconds
 
+    def hear(self, requests: Callable[[], int]) -> None:
+        """See `Trainer.hear`."""
+        self._job.trainer.hear(requests)
+
+    @property
+    def requested(self) -> int:
+        """See `Trainer.requested`."""
+        return self._job.trainer.requested
+
+    def rank_records(self) -> tuple[RankRecord, ...]:
+        """Return what each of several ranks has done; all of them call this together."""
+        return rank_records(self._job.trainer)
+
     def train(self) -> Iterator[StepRecord]:
         return self._job.train()
 
@@ -143,7 +158,7 @@ class StrategySystem:
 class OtherBatches:
     """Samples of a run with other batches to train on."""
 
-    def __init__(self, samples: Samples, batches: Callable[[int], Iterator[AnyBatch]]) -> None:
+    def __init__(self, samples: Samples, batches: Callable[[int], Iterable[AnyBatch]]) -> None:
         self._samples, self.batches = samples, batches
 
     def __getattr__(self, name: str) -> Any:
@@ -212,5 +227,6 @@ register(
         "exact up to rounding",
         build=partial(StrategySystem, build=plain_job),
         refuses=why_not_plain,
+        shares_rows=False,
     )
 )

@@ -127,20 +127,25 @@ class Times:
     rows_seconds: float
     waited: float = math.nan  # mean over the steps in which it was measured
     chunk_seconds: float = 0.0
+    rank_seconds: float = 0.0  # waiting for other ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
     """What a run waits for most."""
 
-    part: str  # "link", "planning", "chunks", "loader" or "dense part"
+    part: str  # "link", "planning", "chunks", "loader", "ranks" or "dense part"
     share: float  # of a step's time
     message: str  # with what to change
 
     @property
     def name(self) -> str:
         """The part in words."""
-        others = {"planning": "planning", "chunks": "a budget too small for batches"}
+        others = {
+            "planning": "planning",
+            "chunks": "a budget too small for batches",
+            "ranks": "what ranks exchange",
+        }
         return others.get(self.part, f"the {self.part}")
 
     @property
@@ -206,6 +211,12 @@ class RankRecord(Counted):
     fast_bytes: int  # of fast memory: slots, replicas and all that belongs to them
     host_bytes: int  # of its process in host memory, at the most
     chunked_batches: int = 0  # whose rows did not fit its slots together
+    evicted_rows: int = 0
+    loaded_rows: int = 0  # fetched to be pinned, before any lookup
+
+    @property
+    def rows_moved(self) -> int:
+        return self.fetched_rows + self.loaded_rows + self.evicted_rows
 
     @property
     def bytes_moved(self) -> int:
@@ -286,6 +297,7 @@ class Figures:
     normalised_entropy: float = math.nan
     slow_run: float = math.nan  # `whole_run` of the slowest repetition
     fast_run: float = math.nan  # and of the fastest
+    ranks: tuple[RankRecord, ...] = ()  # of several ranks; `memory` is that of rank 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +319,7 @@ class ComparisonRecord:
     notes: tuple[str, ...]
     strategies: tuple[Figures, ...]
     advice: str = ""
+    ranks: int = 1  # that trained each strategy; the budget is that of each rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -328,7 +328,7 @@ def most_used_first(
     width; None: all that the collection has room for.
     """
     room, chosen = room or embedding.room_for_pins(), dict[str, Tensor]()
-    for group in embedding.groups:
+    for group in embedding.pins.groups:
         names = [table.name for table in group.layout.tables]
         rows = [hot.rows(name).cpu() for name in names]
         uses = [
@@ -345,14 +345,20 @@ def most_used_first(
 
 def row_bytes(embedding: EmbeddingBagCollection) -> RowBytes:
     """Return the bytes of a row of each table, with its optimizer state."""
-    groups = embedding.groups
+    groups = embedding.pins.groups
     return {table.name: 4 * group.width for group in groups for table in group.layout.tables}
+
+
+def bytes_of_rows(embedding: EmbeddingBagCollection) -> int:
+    """Return the bytes of all rows with their state, on all ranks."""
+    sizes = row_bytes(embedding)
+    return sum(sizes[table.name] * table.num_embeddings for table in embedding.tables)
 
 
 def room_for_pins(embedding: EmbeddingBagCollection) -> int:
     """Return the bytes of rows that can be pinned."""
     room = embedding.room_for_pins()
-    return sum(4 * group.width * room[group.dim] for group in embedding.groups)
+    return sum(4 * group.width * room[group.dim] for group in embedding.pins.groups)
 
 
 class _Choice:

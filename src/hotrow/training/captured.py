@@ -279,6 +279,8 @@ class CapturedStep:
             return self._run_eagerly(batch, split)
         graph, shape = None, self._shapes[static.key]
         is_new = split is not None and not shape.can_split(split.first, static)
+        # A graph of several ranks has one backward pass, between two exchanges.
+        is_new |= isinstance(split, RankTurn) and split.split is not None
         if is_new or self._refused or not static.can_be_replayed(batch):
             loss = self._run_eagerly(batch, split)
         elif static.needs_try and not shape.is_tried:

@@ -252,14 +252,22 @@ class GraphedStep:
             self._update()
             yield loss
 
-    def _train_part(self, batch: Any, split: Split, low: int, high: int) -> Tensor:
-        """Run forward and backward of some samples; return their share of the loss."""
+    def _train_part(
+        self,
+        batch: Any,
+        split: Split,
+        low: int,
+        high: int,
+        scaled: Callable[[Tensor], Tensor] = lambda loss: loss,
+    ) -> Tensor:
+        """Run forward and backward of some samples; return their share of the loss. `scaled`: the
+        share of a batch's loss in that of all ranks."""
         part = split.cut(batch, low, high)
         by_collection = split.arrivals(part, low)
         for collection, planned in by_collection:
             collection.pipeline.arrive(planned)
         try:
-            loss = self._loss_of(part, split.size) * ((high - low) / split.size)
+            loss = scaled(self._loss_of(part, split.size) * ((high - low) / split.size))
             loss.backward()
         finally:
             for collection, planned in by_collection:

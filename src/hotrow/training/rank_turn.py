@@ -5,7 +5,9 @@ first phase    forward, backward: rows' gradients go to their owners when it end
 between        gradients of weights are averaged
 second phase   weights are updated
 ```
-Captured, each phase is a graph, and what ranks exchange stands around and between them.
+Captured, each phase is a graph, and what ranks exchange stands around and between them. A batch in
+two parts is not captured: both are in the first phase, and the rows of the second arrive beside the
+first one.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotrow.engine.split_batch import Split
 from hotrow.support.streams import capturing
 from hotrow.training.shared_dense import Part, SharedDense
 
@@ -43,9 +46,11 @@ class RankTurn:
         weights: Callable[[], list[Tensor]],
         update: Callable[[], None],
         around: Callable[[], AbstractContextManager[Any]],
+        split: Split | None = None,
     ) -> None:
-        """`update` makes the second phase; `around` is the context of both."""
-        self.batch, self.samples, self.part = batch, samples, part
+        """`update` makes the second phase; `around` is the context of both; `split`: the first
+        phase trains the batch in two parts."""
+        self.batch, self.samples, self.part, self.split = batch, samples, part, split
         self._dense, self._memory, self._weights = dense, memory, weights
         self.update, self._around = update, around
         self._mean = memory.mean  # over all samples of all ranks, once it is known

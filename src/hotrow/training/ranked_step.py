@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
 
 from hotrow.distributed.exchange import is_told
 from hotrow.distributed.ranks import RankError
+from hotrow.engine.split_batch import Split
 from hotrow.support.messages import warn
 from hotrow.training.graphed import GraphedStep
 from hotrow.training.rank_turn import RankTurn, StepMemory
@@ -43,30 +45,72 @@ class RankedStep(GraphedStep):
 
     def run(self, batch: Any) -> Tensor:
         dense, samples = self._dense, len(self.labels(batch))
+        split = self._take_split(batch)
         self._steps += 1
         part = dense.part(samples, self._steps, self.requests())
         self._samples, self.requested = part.samples, part.requests
         turn = RankTurn(
-            batch, samples, part, dense, self._memory, self._weights, self._update, self._around
-        )
+            batch, samples, part, dense, self._memory, self._weights, self._update, self._around,
+            split,
+        )  # fmt: skip
         self.split(turn)
         loss = super().run(batch)
         dense.follow_buffers(part.first)
         return loss
 
+    def _take_split(self, batch: Any) -> Split | None:
+        """Return how a batch is trained in two parts; None: as a whole."""
+        split, self._split = self._split, None
+        if not isinstance(split, Split):
+            return None
+        if split.batch is not batch:
+            split.wait()  # another batch may need any row
+            return None
+        return split
+
     def _phases(self, batch: Any, split: Any) -> Generator[Tensor]:
         turn: RankTurn = split
         with self._around(), self._fused():
-            loss = self._loss_of(batch) if turn.samples else self._loss_without_samples(batch)
-            self._zero_grad()
-            if loss is not None:
-                loss = turn.scaled(loss)
-                loss.backward()
-            own = loss.detach() if turn.samples and loss is not None else self._dense.zero()
+            if turn.split is None:
+                own = self._train_whole(batch, turn)
+            else:
+                own = self._train_in_parts(batch, turn, turn.split)
             turn.end_first(own)
             yield own
             self._update()
             yield turn.mean
+
+    def _train_whole(self, batch: Any, turn: RankTurn) -> Tensor:
+        """Run forward and backward; return this rank's share of the loss."""
+        loss = self._loss_of(batch) if turn.samples else self._loss_without_samples(batch)
+        self._zero_grad()
+        if loss is not None:
+            loss = turn.scaled(loss)
+            loss.backward()
+        return loss.detach() if turn.samples and loss is not None else self._dense.zero()
+
+    def _train_in_parts(self, batch: Any, turn: RankTurn, split: Split) -> Tensor:
+        """Run forward and backward of samples whose rows are here, while those of the others come,
+        then of the others; gradients go to owners at the end. Return this rank's share of the loss.
+
+        Ranks send the same messages, whatever their parts are."""
+        self._zero_grad()
+        own = self._dense.zero()
+        with ExitStack() as joined:
+            # Gradients leave in the order in which a whole batch's do: that of this list reversed.
+            for collection in sorted(split.collections, key=self._dense.place_of, reverse=True):
+                joined.enter_context(collection.accumulate())
+            split.begin()
+            if split.first:
+                own = own + self._train_part(batch, split, 0, split.first, turn.scaled)
+            split.wait()
+            if not turn.samples:
+                loss = self._loss_without_samples(batch)
+                if loss is not None:
+                    loss.backward()
+            elif split.first < split.size:
+                own = own + self._train_part(batch, split, split.first, split.size, turn.scaled)
+        return own
 
     def _loss_without_samples(self, batch: Any) -> Tensor | None:
         """Return the loss of no samples, whose gradients are zero or NaN and count as zero. None:

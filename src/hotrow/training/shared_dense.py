@@ -20,10 +20,12 @@ from torch import Tensor, nn
 
 from hotrow.distributed.exchange import Exchange
 from hotrow.distributed.ranks import Channel, Header, Op
+from hotrow.distributed.whole_batches import check_equal
 from hotrow.distributed.wire import BatchCounts
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.embedding.in_models import named_modules
 from hotrow.embedding.stand_ins import stand_in_of
+from hotrow.inputs.rank_part import RankPart
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class SharedDense:
             )
         _refuse_wrapped(model)
         self._model, self._exchange = model, exchanges[0]
+        self.checksum = 0  # of the next batch, where every rank has read all of it
         self._collections = sorted(shared, key=lambda c: c.exchange.number)  # type: ignore[union-attr]
         self.own = OwnCounts()
 
@@ -89,8 +92,9 @@ class SharedDense:
 
     def part(self, samples: int, step: int, requests: int = 0) -> Part:
         """Return what a rank trains of a batch, of which it has so many samples, and the requests
-        of all ranks."""
-        header = Header(Op.PART, self._exchange.number, step, status=requests, words=[samples])
+        of all ranks. Raises on all ranks if they have other checksums of the whole batch."""
+        words = [samples, self.checksum]
+        header = Header(Op.PART, self._exchange.number, step, status=requests, words=words)
         counts: list[int]
         counts, sent = self._ranks.run(header, None)
         self.own.samples += samples
@@ -98,6 +102,10 @@ class SharedDense:
         scale = samples * self._ranks.size / total if total else 0.0
         first = next((r for r, count in enumerate(counts) if count), 0)
         return Part(total, scale, first, reduce(or_, sent))
+
+    def place_of(self, collection: EmbeddingBagCollection) -> int:
+        """Return where a collection stands in the order in which ranks exchange gradients."""
+        return self._collections.index(collection)
 
     @property
     def device(self) -> torch.device:
@@ -215,6 +223,15 @@ class SharedDense:
         """Return sums over all ranks, added in rank order."""
         said = [json.loads(text) for text in self.texts(json.dumps(values))]
         return [sum(of_rank[place] for of_rank in said) for place in range(len(values))]
+
+    @property
+    def rank_part(self) -> RankPart:
+        """The part of whole batches that this rank trains."""
+        return RankPart(self._ranks.rank, self._ranks.size)
+
+    def check_equal(self, text: str, what: str) -> None:
+        """Raise on all ranks if they do not say the same; `what` they have."""
+        check_equal(self.texts(text), what)
 
     def texts(self, text: str) -> list[str]:
         """Return what all ranks say, once all have come here: until then this one answers those

@@ -26,6 +26,7 @@ from hotrow.embedding.ahead import Ahead
 from hotrow.embedding.arguments import usable_device
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.embedding.in_models import collections_in, module_tables_in
+from hotrow.inputs.rank_part import RankPart, whole_batches
 from hotrow.inputs.tree import to_device
 from hotrow.support.clock import Clock, named
 from hotrow.support.records import EvalRecord, LateStepRecord, StepRecord
@@ -35,6 +36,7 @@ from hotrow.training.graphed import GraphedStep, check_optimizer, label_of
 from hotrow.training.ranked_step import RankedStep
 from hotrow.training.shared_dense import SharedDense
 from hotrow.training.static_inputs import PendingLoss
+from hotrow.training.whole_batches import WholeBatches
 
 Batch = TypeVar("Batch")
 
@@ -53,7 +55,9 @@ class System(Protocol[Batch]):
     """Trains batches in passes of its own. Between two passes nothing is in flight, so that rows
     can be read, pinned or brought up to date.
 
-    A system with `keeps_batches = True` reads loaders by `Kept`, or copies samples."""
+    A system with `keeps_batches = True` reads loaders by `Kept`, or copies samples. One with `take`
+    cuts batches by that function of a batch and places of samples. On several ranks batches are
+    whole, and the trainer cuts each rank's part out of those that are to be trained."""
 
     def attach(self, trainer: Trainer[Batch]) -> None:
         """Prepare before training; raise if this model cannot be trained."""
@@ -120,7 +124,6 @@ class Trainer(Generic[Batch]):
         self._dense: SharedDense | None = None  # with other ranks
         self._step: GraphedStep
         if any(collection.ranks is not None for collection in self._collections.values()):
-            refuse_on_ranks(system)
             self._dense = SharedDense(model, self._collections)
             self._step = RankedStep(
                 model, loss_fn, dense_optimizer, dense=self._dense, lanes=lanes, **options
@@ -129,6 +132,11 @@ class Trainer(Generic[Batch]):
             self._step = GraphedStep(model, loss_fn, dense_optimizer, lanes=lanes, **options)
         self._losses: _Losses | None = None
         self.system = system
+        self.whole = WholeBatches(
+            RankPart() if self._dense is None else self._dense.rank_part,
+            lambda batch: len(self.labels(batch)),
+            getattr(system, "take", None),
+        )
         if isinstance(system, type) or not (system is None or hasattr(system, "attach")):
             raise TypeError(
                 f"system is what orders, splits or leaves out samples, such as hotrow.Hotline(), "
@@ -163,6 +171,10 @@ class Trainer(Generic[Batch]):
 
         Leaving the loop between two steps, by `break` or an exception, finishes what was
         planned: every row is where it belongs, and the next run() goes on from there.
+
+        Of several ranks each has its own part of every batch. With a system, which decides about
+        whole batches, loaders of hotrow are read whole, and others have to give the same whole
+        batches on every rank.
         """
         if not self.model.training:
             self.model.train()
@@ -170,7 +182,8 @@ class Trainer(Generic[Batch]):
         if self.system is None:
             yield from self._pass(batches)
             return
-        passes, asked, before = self.system.passes(batches), perf_counter(), self._counters()
+        passes = self.system.passes(self.whole.of(batches))
+        asked, before = perf_counter(), self._counters()
         try:
             for some in map(iter, passes):
                 for first in some:  # a pass may have no batch
@@ -188,6 +201,10 @@ class Trainer(Generic[Batch]):
         counted: dict[str, int] | None = None,
     ) -> Iterator[StepRecord]:
         """Train one pass; at its end nothing is in flight, and every row is where it belongs."""
+        checksums: deque[int] = deque()  # of the whole batches that are known ahead
+        dense = None if self.system is None else self._dense
+        if dense is not None:
+            batches = self.whole.parts(batches, checksums)
         source = Ahead(
             batches,
             self.model,
@@ -201,6 +218,8 @@ class Trainer(Generic[Batch]):
             before = (counted or self._counters()) | self._times(clock)
             started = perf_counter() if asked is None else asked
             for batch in source:
+                if dense is not None:
+                    dense.checksum = checksums.popleft()
                 with clock.part("train"):
                     loss = self._train(batch)
                 samples = self._step.samples_of(batch)
@@ -260,10 +279,15 @@ class Trainer(Generic[Batch]):
         moved = to_device(batch, self.device)
         return moved, lanes_of(self.device).mark_here()
 
-    def mean_loss(self, batches: Iterable[Batch]) -> float:
+    def mean_loss(self, batches: Iterable[Batch], *, whole: bool = False) -> float:
         """Return the mean over all samples, in evaluation mode. Changes no bit of the training.
-        Several ranks call it together; the samples are those of all."""
+
+        Several ranks call it together; the samples are those of all, and all get the same bits.
+        `whole`: every rank has the same whole batches, of which it evaluates its part."""
         total, size, started = 0.0, 0, perf_counter()
+        checksums: deque[int] = deque()
+        if whole and self._dense is not None:
+            batches = self.whole.parts(whole_batches(batches), checksums)
         for batch in batches:
             if self._dense is not None and not len(self.labels(batch)):
                 continue
@@ -272,6 +296,8 @@ class Trainer(Generic[Batch]):
             total += float(self.loss_fn(predictions, labels).mean()) * len(labels)
             size += len(labels)
         if self._dense is not None:
+            if whole:
+                self._dense.check_equal(str([*checksums]), "what test= gives")
             total, samples = self._dense.sums(total, size)
             size = int(samples)
         if not size:
@@ -395,15 +421,6 @@ class _Losses:
         pending = PendingLoss(element, self._lanes, self._lanes.mark("train"))
         self._pending.append(pending)
         return pending
-
-
-def refuse_on_ranks(system: object) -> None:
-    """Raise for a system: each rank would order, split or skip its own samples."""
-    if system is not None:
-        raise ValueError(
-            f"{type(system).__name__} trains on one rank so far, because it orders, splits or "
-            "skips samples: start the program once, or train without a system"
-        )
 
 
 @contextmanager

@@ -582,7 +582,8 @@ def test_slipstream_evaluates_on_its_own_samples_and_stops_when_the_loss_rises()
     skip = slipstream(test=batches_of(2, seed=9), validate_every=4)
     trainer, steps = trainer_of(Model("static"), hotline(skip=skip)), list[int]()
 
-    def rising(batches: Any) -> float:
+    def rising(batches: Any, *, whole: bool) -> float:
+        assert whole
         assert batches == skip.test
         steps.append(trainer.step)
         return 0.1 * len(steps) ** 2

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotrow.engine.arithmetic import HostPooling
 from hotrow.engine.capture import AroundGraph
 from hotrow.engine.counters import Counters, Overflow
 from hotrow.engine.direct import chunks
@@ -90,6 +91,14 @@ class HostRows:
 
     def slots_hold(self, work: Work) -> bool:
         return False
+
+    def pooling(self, output_dtype: torch.dtype) -> HostPooling:
+        """Return what computes from vectors of other ranks, which are on the device."""
+        if not self.link.exists:
+            return HostPooling(output_dtype)
+        from hotrow.engine.gpu.arithmetic import DevicePooling  # imports Triton
+
+        return DevicePooling(output_dtype)
 
     def timed(self, work: Work | None) -> AbstractContextManager[None]:
         return nullcontext()

@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -37,6 +38,7 @@ from hotrow.inputs.samples import Join, Take, check_both
 from hotrow.support.messages import warn
 from hotrow.support.progress import no_progress
 from hotrow.support.units import parse_bytes, show_bytes
+from hotrow.systems.agreement import check_same, first_alone, is_first, of_first
 from hotrow.systems.calibrate import (
     SAMPLED,
     SMALL_TABLE_BYTES,
@@ -45,6 +47,7 @@ from hotrow.systems.calibrate import (
     Estimate,
     RandEmBox,
     by_threshold,
+    bytes_of_rows,
     exact_rows,
     most_used_first,
     room_for_pins,
@@ -181,7 +184,7 @@ class FAE:
         self.small_table_bytes = default if small_table_bytes is None else small_table_bytes
         self._test, self._rate, self._folder = test, ShuffleRate(shuffle_rate), folder
         self._first_rate = shuffle_rate
-        self._epochs, self._seed, self._take, self._join = epochs, seed, take, join
+        self._epochs, self._seed, self.take, self._join = epochs, seed, take, join
         self.skip = skip
         self._skip: Skip | None = None  # bound to the hot rows
         self._progress = progress or no_progress
@@ -307,7 +310,7 @@ class FAE:
         """Return the mean test loss; None without test batches."""
         if self._test is None:
             return None
-        loss = self._trainer.mean_loss(self._test)
+        loss = self._trainer.mean_loss(self._test, whole=True)
         self._note(test_losses=(*self.record.test_losses, (self._trainer.step, loss)))
         if self._skip is not None:
             self._skip.note(loss)
@@ -336,7 +339,9 @@ class FAE:
         counts = self._counts(batches)
         chosen = self._chosen(counts)
         self._note(counted_seconds=perf_counter() - started)
-        self._rows = most_used_first(self._embedding, chosen.hot, counts.of)
+        hot = chosen.hot
+        check_same(self._embedding, "what FAE has counted", hot.is_hot, counts.num_samples)
+        self._rows = most_used_first(self._embedding, hot, counts.of)
         self.hot = self._pin()
         self._describe(chosen, self.hot, counts)
         started = perf_counter()
@@ -370,7 +375,7 @@ class FAE:
         epoch, is_empty = islice(batches, getattr(batches, "batches_per_epoch", None)), True
         for batch in epoch:
             if is_empty:
-                self._embedding.reserve_like(self._ids(batch))
+                self._embedding.reserve_like(self._ids(self._trainer.whole.part_of(batch)))
                 is_empty = False
             parsed = self._parsed(batch)
             yield parsed
@@ -387,7 +392,7 @@ class FAE:
         return hot
 
     def _describe(self, chosen: Chosen, hot: HotSet, counts: AccessCounts) -> None:
-        is_all = hot.num_rows == self._embedding.num_rows
+        is_all = hot.num_rows == hot.places.num_rows
         asked = 0 if is_all else self._budget_bytes()
         notes = (*chosen.notes, *_notes_on_room(asked, self._room, hot.num_rows))
         for note in notes:
@@ -411,26 +416,33 @@ class FAE:
                 places[device] = hot.to(device)
             return popular(parsed, places[device])
 
-        sets = separate(
+        embedding = self._embedding
+        work = partial(
+            separate,
             batches,
             is_hot,
             SetOptions(
                 epochs=self._epochs or 1,
                 seed=self._seed,
                 pin_memory=torch.cuda.is_available(),
-                take=self._take,
+                take=self.take,
                 join=self._join,
             ),
             folder=self._folder,
             key=_key_of(hot),
             advance=lambda count: self._progress("separating", count),
+            writes=is_first(embedding),
         )
+        # Several ranks find in a folder what the first one has written there.
+        waits = self._folder is not None and isinstance(batches, NumberedSamples)
+        sets = first_alone(embedding, work) if waits else work()
+        check_same(embedding, "the samples that FAE has told apart", *_sizes_of(sets))
         self._note(
             hot_samples=sets.hot.samples,
             cold_samples=sets.cold.samples,
             hot_batches=sets.hot.batches_per_epoch,
             cold_batches=sets.cold.batches_per_epoch,
-            reused=sets.reused,
+            reused=of_first(embedding, sets.reused),
         )
         return sets
 
@@ -438,7 +450,7 @@ class FAE:
         """Return the hot budget; without one, all the room there is."""
         if self.hot_budget is None:
             return self._room
-        return parse_bytes(self.hot_budget, total=self._embedding.bytes_total)
+        return parse_bytes(self.hot_budget, total=bytes_of_rows(self._embedding))
 
     # ----------------------------------------------------------------------------------
 
@@ -447,7 +459,7 @@ class FAE:
         if self._separated is None:
             return "nothing was trained yet"
         said = _sentences(self.record, is_counted=self._profile is None, cold=self.cold)
-        is_all = self.record.num_hot_rows == self._embedding.num_rows
+        is_all = self.record.num_hot_rows == sum(x.num_embeddings for x in self._embedding.tables)
         if self._profile is None and self.record.covered == 1 and not is_all:
             said.append("every row that was counted is hot: a larger sample may find more")
         if self.record.pins_gave_way:
@@ -489,6 +501,11 @@ def _notes_on_room(asked: int, room: int, hot_rows: int) -> Iterator[str]:
             "the collection's budget has no room to pin rows beside a batch: a larger one has, or "
             "one for smaller batches"
         )
+
+
+def _sizes_of(sets: Separated) -> tuple[int, ...]:
+    every = sets.hot, sets.cold
+    return tuple(x for each in every for x in (each.samples, each.batches_per_epoch))
 
 
 def _key_of(hot: HotSet) -> str:

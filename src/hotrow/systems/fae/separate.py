@@ -88,6 +88,7 @@ def separate(
     key: str | None = None,
     most_bytes: int = MOST_BYTES,
     advance: Advance = no_progress,
+    writes: bool = True,
 ) -> Separated:
     """Separate hot samples from cold ones, in one pass over `batches`, which are one epoch.
 
@@ -99,10 +100,13 @@ def separate(
     `options` are for other loaders. Their samples are kept as long as the process lives: in memory
     up to `most_bytes`, the others in the folder. Batches that are not made of tensors alone stay in
     memory. `advance` is called with numbers of samples done.
+
+    Without `writes` sample numbers that another rank has written are read from the folder. Where
+    it does not hold them, they are kept in memory.
     """
     path = None if folder is None else Path(folder)
     if isinstance(batches, NumberedSamples):
-        sets = _by_number(batches, popular, path, key, advance)
+        sets = _by_number(batches, popular, path, key, advance, writes=writes)
     else:
         sets = _copied(batches, popular, options or SetOptions(), path, most_bytes, advance)
     if not sets.hot.samples:
@@ -160,6 +164,8 @@ def _by_number(
     folder: Path | None,
     key: str | None,
     advance: Advance,
+    *,
+    writes: bool,
 ) -> Separated:
     def hot() -> Iterator[Numbers]:
         for first, count, said in loader.each(popular):
@@ -178,7 +184,7 @@ def _by_number(
             warn(f"{error}; samples are told apart again")
     reused = sets is not None
     if sets is None:
-        sets = _find(hot(), loader.samples, folder, names)
+        sets = _find(hot(), loader.samples, folder if writes else None, names)
     hot_set, cold_set = (NoBatches() if x is None else x for x in map(loader.among, sets))
     return Separated(hot_set, cold_set, loader.epochs, reused=reused)
 

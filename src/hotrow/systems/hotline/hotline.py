@@ -36,6 +36,7 @@ from hotrow.inputs.hotset import HotSet
 from hotrow.inputs.samples import Take
 from hotrow.inputs.tree import to_device
 from hotrow.support.messages import setting, warn
+from hotrow.systems.agreement import check_same
 from hotrow.systems.calibrate import most_used_first, room_for_pins, row_bytes
 from hotrow.systems.hotline.popularity import (
     LEARNED_PART,
@@ -121,6 +122,7 @@ class _Member:
         log = self.learning.log
         uses_of = log.of if isinstance(log, DecayedCounts) else None
         rows = most_used_first(self.embedding, self.learning.hot, uses_of, room)
+        check_same(self.embedding, "what Hotline has learned", *rows.values())
         self.hot = self.embedding.pin_rows(rows)
         self.version, self.pins = self.learning.version, self.embedding.pins_version
         self.gave_way = gave_way
@@ -180,7 +182,7 @@ class Hotline:
         check_skip(skip)
         self._log, self._part, self._floor = log, learned, floor
         self._window, self._relearn, self._per_epoch = window, relearn, batches_per_epoch
-        self._grain, self.skip, self._take = grain, skip, take
+        self._grain, self.skip, self.take = grain, skip, take
         self._bound: Skip | None = None
         self._members: list[_Member] = []
         self._needs_warning = True  # unless a batch was split, or a popular sample skipped
@@ -248,7 +250,7 @@ class Hotline:
         self._left = self._skipped = 0
         self._parts.clear()
         self._record = HotlineRecord()
-        self._splitter = Splitter(named, trainer.ids, take=self._take, grain=self._grain)
+        self._splitter = Splitter(named, trainer.ids, take=self.take, grain=self._grain)
 
     # -- passes ------------------------------------------------------------------------
 
@@ -288,7 +290,8 @@ class Hotline:
 
     def _make_member(self, name: str, first: Any, count: int) -> _Member:
         embedding = self._pinned[name]
-        embedding.reserve_like(to_device(self._features(first, name), embedding.device))
+        part = self._trainer.whole.part_of(first)
+        embedding.reserve_like(to_device(self._features(part, name), embedding.device))
         relearn = math.ceil(self._part * count) if self._relearn is None else self._relearn
         window = self._window or max(1, _WINDOW * self._parsed(first, name).num_samples)
         self._enough = window

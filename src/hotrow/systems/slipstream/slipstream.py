@@ -35,7 +35,7 @@ from hotrow.inputs.samples import Join, Take, check_both
 from hotrow.inputs.tree import tensors_in
 from hotrow.support.messages import did_you_mean, warn
 from hotrow.support.units import parse_bytes
-from hotrow.systems.calibrate import AccessCounts, row_bytes, top_k
+from hotrow.systems.calibrate import AccessCounts, bytes_of_rows, row_bytes, top_k
 from hotrow.systems.fae.separate import check_evaluated_again
 from hotrow.systems.slipstream.sifting import Ids, Refill
 from hotrow.systems.slipstream.skip import (
@@ -64,7 +64,7 @@ class _StreamingSkip(ABC):
             check_count("batches_per_epoch", batches_per_epoch, 1)
         check_both(take, join)
         self.batches_per_epoch = batches_per_epoch
-        self._take, self._join = take, join
+        self.take, self._join = take, join
         self._skip: Skip | None = None
         self.epochs = 0  # finished ones of the last run
 
@@ -170,7 +170,7 @@ class Slipstream(_StreamingSkip):
         skip = SkipStale(
             embedding, rows_of(hot), num_batches,
             replace(self.settings, starting_batch=starting), ids=ids,
-            take=self._take, join=self._join, device=device, done=done,
+            take=self.take, join=self._join, device=device, done=done,
         )  # fmt: skip
         self._skip = skip
         return skip
@@ -218,7 +218,7 @@ class Slipstream(_StreamingSkip):
             yield batch
 
     def _chosen(self, counts: AccessCounts) -> Rows:
-        budget = parse_bytes(self.hot_budget, total=self._embedding.bytes_total)
+        budget = parse_bytes(self.hot_budget, total=bytes_of_rows(self._embedding))
         return rows_of(top_k(counts, row_bytes(self._embedding), budget).hot)
 
     # -- validation --------------------------------------------------------------------
@@ -251,7 +251,7 @@ class Slipstream(_StreamingSkip):
                 self._next = self._trainer.step + self._every
                 assert self._skip is not None
                 assert self.test is not None
-                self._skip.note(self._trainer.mean_loss(self.test))
+                self._skip.note(self._trainer.mean_loss(self.test, whole=True))
 
 
 class RandomDrop(_StreamingSkip):
@@ -310,7 +310,7 @@ class RandomDrop(_StreamingSkip):
         self, embedding: EmbeddingBagCollection, hot: Rows | HotSet, num_batches: int, *, ids: Ids
     ) -> Self:
         """Begin anew, as a skip for epochs of any length."""
-        self._refill = Refill(ids, embedding.features, self._take, self._join)
+        self._refill = Refill(ids, embedding.features, self.take, self._join)
         self._draw = torch.Generator().manual_seed(self._seed)
         self._random = SkipRecord(self._mode, first_batch=self._like.first_batch)
         self._position, self._skip = 0, self

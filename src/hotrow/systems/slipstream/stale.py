@@ -16,6 +16,7 @@ from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.inputs.hotset import HotSet
 from hotrow.inputs.samples import Join, Take
 from hotrow.support.messages import apart, warn
+from hotrow.systems.agreement import check_same
 from hotrow.systems.slipstream.sifting import SIFTED_BYTES, BatchStream, Ids, Part, Refill, Sifter
 from hotrow.systems.slipstream.skip import SkipRecord, SkipSettings, rows_of
 from hotrow.systems.slipstream.staleness import (
@@ -261,6 +262,7 @@ class SkipStale:
             threshold = self._nothing_hot(sum(map(self._refill.count, batches)))
         often = often.cpu()
         stale = self._hot[often & (moved < threshold.tau)]
+        check_same(self._embedding, "which rows are stale", stale, threshold.tau)
         seldom = self._counts(self._hot[~often])
         self.record = replace(self.record, threshold=threshold, seldom_rows=seldom)
         before = self._stale

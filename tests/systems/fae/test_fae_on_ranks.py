@@ -1,0 +1,179 @@
+"""FAE on several ranks: hot batches exchange no rows, and every rank decides as one alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hotrow
+from click_models import trainer_of
+from hotrow.systems.fae.fae import FAE
+from rank_processes import run
+from rank_systems import Epoch, Stored, assert_like_alone, loader, model, trained, whole
+
+STEPS = 24
+BUDGET = "3KiB"
+
+
+def fae(**changes: Any) -> FAE:
+    options = {"hot_budget": BUDGET, "sample_rate": 0.5, "test": Epoch(40, 43), "shuffle_rate": 10}
+    return FAE(**{**options, **changes})
+
+
+def static(device: str = "cpu") -> Any:
+    optimizer = hotrow.Adagrad(lr=0.3)
+    return model("static", replicate=BUDGET, optimizer=optimizer, device=device)
+
+
+def outcome(system: FAE, batches: Any, device: str) -> dict[str, Any]:
+    found = trained(system, static(device), batches)
+    hot: Any = system.hot
+    numbers = {table.name: hot.rows(table.name).tolist() for table in hot.places.tables}
+    masks = [hot.mask(table.name) for table in hot.places.tables]
+    columns = [zip(masks, x[1].unbind(1), strict=True) for x in found["seen"]]
+    are_hot = [all(bool(mask[ids].all()) for mask, ids in pairs) for pairs in columns]
+    return found | {"hot": numbers, "are hot": are_hot}
+
+
+def every_loader(rank: int, world: int, device: str = "cpu") -> dict[str, Any]:
+    cases: dict[str, Any] = {
+        "numbers": (fae(), loader(STEPS, epochs=2)),
+        "copies": (fae(epochs=2, seed=3), whole(0, STEPS)),
+        "threshold": (fae(choose="threshold", small_table_bytes=0, most_samples=700), loader(12)),
+        "hybrid": (fae(cold="hybrid", epochs=1), whole(0, 12)),
+        "skipping": (fae(skip=hotrow.RandomDrop(share=0.2)), loader(12)),
+    }
+    return {name: outcome(*case, device) for name, case in cases.items()}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    return every_loader(0, 1)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_any_number_of_ranks_trains_the_same_segments(world: int, alone: dict[str, Any]) -> None:
+    assert_same_segments(run(world, every_loader), alone)
+    assert len(alone["numbers"]["record"]["rates"]) > 1  # by rising losses
+    assert alone["numbers"]["record"]["switches"] > 4
+
+
+@pytest.mark.gpu
+def test_ranks_on_a_gpu_train_the_same_segments() -> None:
+    expected = every_loader(0, 1, "cuda")
+    assert_same_segments(run(2, every_loader, "cuda", timeout=280), expected)
+
+
+def assert_same_segments(results: list[Any], alone: dict[str, Any]) -> None:
+    for case, expected in alone.items():
+        of_ranks = [result[case] for result in results]
+        assert_like_alone(of_ranks, expected)
+        for found in of_ranks:
+            assert found["hot"] == expected["hot"]
+            assert found["are hot"] == expected["are hot"]
+            assert_same_decisions(found["record"], expected["record"])
+            assert found["record"]["test_losses"] == of_ranks[0]["record"]["test_losses"]
+            assert_hot_batches_exchange_gradients_alone(found)
+
+
+def assert_same_decisions(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for key in expected:
+        if key == "test_losses":
+            one, other = (torch.tensor(x[key]) for x in (found, expected))
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        elif key == "synchronised_bytes":  # of this rank
+            assert (found[key] > 0) == (expected[key] > 0)
+        elif "seconds" not in key:
+            assert found[key] == expected[key], key
+
+
+def assert_hot_batches_exchange_gradients_alone(found: dict[str, Any]) -> None:
+    steps = list(zip(found["are hot"], found["sent"], strict=True))
+    hot, cold = ([sent for is_hot, sent in steps if is_hot is kind] for kind in (True, False))
+    assert hot
+    assert cold
+    assert {(ids, rows) for ids, rows, _ in hot} == {(0, 0)}
+    assert all(grads > 0 for _, _, grads in hot)
+    assert all(ids > 0 and rows > 0 for ids, rows, _ in cold)
+
+
+# -- a folder ----------------------------------------------------------------------------
+
+
+def in_folder(rank: int, world: int, folder: Path) -> list[Any]:
+    """Two runs; of the second one the samples are known."""
+    found = []
+    for _ in range(2):
+        system = fae(folder=folder)
+        losses = [x.loss for x in trainer_of(static(), system).run(loader(12))]
+        found.append((losses, system.record.reused))
+        torch.distributed.barrier()
+    return found
+
+
+def test_the_first_rank_writes_sample_numbers_and_all_read_them(tmp_path: Path) -> None:
+    results = run(2, in_folder, tmp_path)
+    assert results[0] == results[1]
+    (losses, reused), (again, reused_again) = results[0]
+    assert losses == again
+    assert (reused, reused_again) == (False, True)
+    assert sorted(x.name for x in tmp_path.iterdir()) == [
+        "cold.numbers",
+        "hot.numbers",
+        "sets.json",
+    ]
+
+
+def cannot_write(rank: int, world: int, folder: Path) -> str:
+    try:
+        list(trainer_of(static(), fae(folder=folder)).run(loader(12)))
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_folder_that_the_first_rank_cannot_write_raises_on_all(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    first, second = run(2, cannot_write, tmp_path / "file" / "sets", group_timeout=20)
+    assert "file" in first
+    assert second == f"rank 0: {first}"
+
+
+# -- ranks that differ, and what is missing ----------------------------------------------
+
+
+class OtherSamples(Stored):
+    """On the second rank the first sample looks up another row."""
+
+    def __init__(self, batches: int, rank: int) -> None:
+        super().__init__(batches)
+        for batch in self._batches[: 8 * rank]:
+            batch.sparse[:, 0] = 77
+
+
+def refusals(rank: int, world: int) -> list[str]:
+    def of_rank() -> Any:
+        return hotrow.data.Loader(OtherSamples(12, rank), batch_size=40, workers=1)
+
+    cases: list[Any] = [
+        lambda: trainer_of(static(), fae()).run(of_rank()),
+        lambda: trainer_of(model("static"), fae()).run(loader(12)),
+    ]
+    said = []
+    for case in cases:
+        try:
+            list(case())
+            said.append("nothing")
+        except (ValueError, RuntimeError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_cannot_be_is_refused_on_all_ranks() -> None:
+    first, second = run(2, refusals, group_timeout=20)
+    assert first == second
+    assert first[0].startswith("rank 1 has other data than rank 0: what FAE has counted differs")
+    assert "replicate=" in first[1]
