@@ -124,7 +124,7 @@ def train_run(
         observer.start(job, run.folder)
         if begun.checkpoint is not None:
             observer.tell("resumed", step=job.done, checkpoint=str(begun.checkpoint))
-        if config.run.save:
+        if config.run.save and ranks.is_first:
             _warn_of_little_space(job, run.folder, observer)
         tracing = None
         if traced is not None:
@@ -278,7 +278,7 @@ class Session:
             verifier.end()
         tally.finish()
         limit = self._limit()
-        if limit is not None and limit.is_to_be_told:
+        if limit is not None and limit.is_to_be_told and self._ranks.is_first:
             self._observer.warn(limit.message)
         if self._has_diverged():
             self._saving.end()  # the last good checkpoint may still be written
