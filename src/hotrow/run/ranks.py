@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from secrets import token_hex
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from hotrow.support.version import __version__
 TORCHRUN = "torchrun --nproc-per-node"
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_OTHERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
+_SECONDS_TO_MEET = 900
 _FAILED = "failed"  # a key of the store: how many ranks have failed
 
 
@@ -76,6 +80,28 @@ def _launch(variables: Mapping[str, str]) -> str | None:
     return f"{socket.gethostname()}:{os.getppid()}" if name == "none" else name
 
 
+def _agreed_name(store: Any, rank: int, size: int) -> str:
+    """Return a name that the ranks of this start have in common, and those before a restart had
+    not. The first rank draws it, and answers the others until each has it."""
+    own = token_hex(8)
+    deadline = time.monotonic() + _SECONDS_TO_MEET
+    if rank:
+        store.set(f"hotrow/asks/{rank}", own)
+        store.wait([f"hotrow/answer/{own}"], timedelta(seconds=_SECONDS_TO_MEET))
+        name = str(store.get(f"hotrow/answer/{own}").decode())
+        store.set(f"hotrow/has/{name}/{rank}", "")
+        return name
+    waiting = set(range(1, size))
+    while waiting := {x for x in waiting if not store.check([f"hotrow/has/{own}/{x}"])}:
+        for other in waiting:
+            if store.check([f"hotrow/asks/{other}"]):  # perhaps of before a restart
+                store.set(f"hotrow/answer/{store.get(f'hotrow/asks/{other}').decode()}", own)
+        if time.monotonic() > deadline:
+            raise RankError(f"rank {min(waiting)} did not start within {_SECONDS_TO_MEET:,} s")
+        time.sleep(0.02)
+    return own
+
+
 class RunRanks(Together):
     """The ranks that train one run, or this process alone.
 
@@ -90,6 +116,7 @@ class RunRanks(Together):
         self._ranks: Ranks | None = None
         self._is_owner = False  # of the process group
         self._failed_first: bool | None = None
+        self.restarts = self.place.restarts
         if dist.is_available() and dist.is_initialized():
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
         elif self.size > 1:
@@ -100,8 +127,8 @@ class RunRanks(Together):
         if self._is_owner:
             store, _, _ = next(iter(rendezvous("env://")))
             # It is the same one after a restart, and has what ranks said before.
-            before = f"hotrow/{self.place.restarts}/{self.size}"
-            self._store = dist.distributed_c10d.PrefixStore(before, store)
+            name = _agreed_name(store, self.rank, self.size)
+            self._store = dist.distributed_c10d.PrefixStore(f"hotrow/{name}", store)
 
     def open(self, device: str) -> None:
         """Open the process group; every rank gets its GPU. NCCL is used if each has its own."""
@@ -121,6 +148,8 @@ class RunRanks(Together):
         assert world is not None
         # Groups of their own: rows of the run cross in others.
         self._ranks, self.is_alone = Ranks(world, torch.device("cpu")), False
+        # Launchers of other machines may not count a restart.
+        self.restarts = max(int(x) for x in self.do(lambda: str(self.place.restarts)))
 
     def _take_gpu(self, device: str) -> bool:
         """Make one GPU the current one; return whether no other rank uses it."""
