@@ -214,15 +214,21 @@ def test_two_launchers_train_one_run_as_two_machines_do() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    given = settings("training.steps=200", "training.eval_every=100", "checkpoint.every_steps=20")
     words = [
         *TORCHRUN, "1", "--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "job",
         "--rdzv-endpoint", f"127.0.0.1:{port}", "--max-restarts", "1", "--local-addr", "127.0.0.1",
-        "-m", "hotrow", "train", "run.toml", *settings("checkpoint.every_steps=3"),
+        "-m", "hotrow", "train", "run.toml", *given,
     ]  # fmt: skip
     with starting(*words) as first, starting(*words) as second:
+        wait_until(LATEST, first)
+        os.kill(first.pids[0], signal.SIGKILL)
         ends = [first.end(), second.end()]
     assert [code for code, _, _ in ends] == [0, 0], ends
-    assert sum("finished after 14 steps" in out for _, out, _ in ends) == 1
-    assert len(read_run("runs/small").ranks) == 2
-    succeeds("train", "run.toml", *settings("run.name=one"))
-    assert_same("small", "one", exact=False)
+    assert sum("finished after 200 steps" in out for _, out, _ in ends) == 1
+    record = read_run("runs/small")
+    assert len(record.ranks) == 2
+    assert len(record.resumed_after) == 1
+    assert sorted(x.name for x in Path("runs").iterdir()) == ["small"]
+    assert ended(*ranks(2, "run.toml", *given, *settings("run.name=whole")))[0] == 0
+    assert_same("small", "whole", exact=True)

@@ -7,6 +7,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from hotrow.embedding.row_verifier import CorruptRows, RowVerifier
 from hotrow.run.config import RunSection
 from hotrow.run.files import read_run, read_start
 from hotrow.run.job import Job
-from hotrow.run.ranks import Place, find_place
+from hotrow.run.ranks import Place, _agreed_name, find_place
 from hotrow.run.saving import Saving
 from rank_processes import run
 from ranked_runs import RUN_TOML, assert_same, losses_of
@@ -415,6 +416,32 @@ def test_a_place_is_read_from_the_variables_of_torchrun() -> None:
     with pytest.raises(ValueError, match="mpirun has started 3 processes, each"):
         find_place({"OMPI_COMM_WORLD_SIZE": "3"})
     assert find_place(variables | {"OMPI_COMM_WORLD_SIZE": "8"}).size == 8
+
+
+def test_ranks_agree_on_a_name_that_no_start_before_had() -> None:
+    store, names = torch.distributed.HashStore(), set()
+    store.set("hotrow/asks/2", "of a rank that was killed before it had an answer")
+    for _ in range(3):
+        with ThreadPoolExecutor(3) as pool:
+            agreed = list(pool.map(lambda rank: _agreed_name(store, rank, 3), range(3)))
+        assert len(set(agreed)) == 1
+        names |= set(agreed)
+    assert len(names) == 3
+
+
+def test_ranks_that_cannot_be_reached_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    def refuses(address: str) -> Any:
+        raise torch.distributed.DistNetworkError("connection refused\nmore lines")
+
+    monkeypatch.setattr("hotrow.run.ranks.rendezvous", refuses)
+    result = hotrow("train", "run.toml")
+    assert result.exit_code == 5
+    assert result.stderr.startswith("error: rank 1 of 2 cannot reach the others: check that all")
+    assert result.stderr.endswith("torch says: connection refused\n")
 
 
 def test_ranks_share_the_cores_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:

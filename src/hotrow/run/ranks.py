@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from secrets import token_hex
@@ -124,11 +125,28 @@ class RunRanks(Together):
 
     def connect(self) -> None:
         """Connect to the store of torchrun's ranks."""
-        if self._is_owner:
+        if not self._is_owner:
+            return
+        with self._meeting():
             store, _, _ = next(iter(rendezvous("env://")))
             # It is the same one after a restart, and has what ranks said before.
             name = _agreed_name(store, self.rank, self.size)
             self._store = dist.distributed_c10d.PrefixStore(f"hotrow/{name}", store)
+
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """Inside, errors of torch are of ranks that do not come."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, RankError):
+                raise
+            line = (str(error).splitlines() or [""])[0]
+            raise RankError(
+                f"rank {self.rank} of {self.size} cannot reach the others: check that all are "
+                "started, and that MASTER_ADDR, or the endpoint of torchrun, can be reached from "
+                f"each machine. torch says: {line}"
+            ) from error
 
     def open(self, device: str) -> None:
         """Open the process group; every rank gets its GPU. NCCL is used if each has its own."""
@@ -136,14 +154,13 @@ class RunRanks(Together):
             return
         if self._is_owner:
             has_own = self._take_gpu(device)
-            owners = self._compare("gpu", str(int(has_own)))
+            with self._meeting():
+                owners = self._compare("gpu", str(int(has_own)))
             backend = "nccl" if all(x == "1" for x in owners) else "gloo"
-            dist.init_process_group(
-                backend,
-                store=self._store,
-                rank=self.rank,
-                world_size=self.size,
-            )
+            with self._meeting():
+                dist.init_process_group(
+                    backend, store=self._store, rank=self.rank, world_size=self.size
+                )
         world = dist.group.WORLD
         assert world is not None
         # Groups of their own: rows of the run cross in others.
