@@ -16,27 +16,20 @@ import pytest
 import torch
 
 import hotrow.checkpoint.together as together
-from commands import SMALL, Faults, hotrow, inject_faults, refused, settings, succeeds
+from commands import Faults, hotrow, inject_faults, refused, settings, succeeds
 from hotrow.checkpoint.folder import saved_in
 from hotrow.checkpoint.saving import Save
 from hotrow.cli._ranks import share_cores
 from hotrow.embedding.row_verifier import CorruptRows, RowVerifier
 from hotrow.run.config import RunSection
-from hotrow.run.files import read_run, read_start, read_steps
-from hotrow.run.job import Job, same_bits
-from hotrow.run.open_run import open_trained
+from hotrow.run.files import read_run, read_start
+from hotrow.run.job import Job
 from hotrow.run.ranks import Place, find_place
 from hotrow.run.saving import Saving
 from rank_processes import run
+from ranked_runs import RUN_TOML, assert_same, losses_of
 
-RUN_TOML = (
-    SMALL.replace("160", "112").replace("400", "1200").replace('"small"', '"small"\nthreads = 1')
-    + """
-[training]
-epochs = 2
-eval_every = 4
-"""
-)
+__all__ = ["RUN_TOML"]  # the fixture `folder` writes it
 STEPS = 14  # two epochs of seven batches
 EVERY = ("checkpoint.every_steps=3",)
 pytestmark = pytest.mark.usefixtures("folder")
@@ -93,36 +86,6 @@ def trained(ranks: int, *words: str, given: tuple[str, ...] = (), patches: Any =
     assert [x.code for x in (first, *others)] == [0] * ranks, first.err
     assert all(x.out == x.err == "" for x in others)
     return first.out + first.err
-
-
-def weights_of(run: str) -> dict[str, torch.Tensor]:
-    model = open_trained(f"runs/{run}").model
-    return {key: weight.clone() for key, weight in model.state_dict().items()}
-
-
-def losses_of(run: str) -> list[float]:
-    return [record.loss for record in read_steps(f"runs/{run}")]
-
-
-def assert_same(run: str, other: str, *, exact: bool) -> None:
-    """Compare all weights and losses of two runs: their bits, or up to rounding."""
-    left, right = weights_of(run), weights_of(other)
-    assert left.keys() == right.keys()
-    for key, weight in left.items():
-        if exact:
-            assert same_bits(weight, right[key]), key
-        else:
-            torch.testing.assert_close(weight, right[key], rtol=1e-4, atol=1e-5)
-    steps = [x.samples for x in read_steps(f"runs/{run}")]
-    assert steps == [x.samples for x in read_steps(f"runs/{other}")]
-    if exact:
-        assert repr(losses_of(run)) == repr(losses_of(other))
-        assert read_run(f"runs/{run}").evaluations == read_run(f"runs/{other}").evaluations
-    else:
-        assert losses_of(run) == pytest.approx(losses_of(other), rel=1e-4)
-        ours, theirs = (read_run(f"runs/{name}").evaluations for name in (run, other))
-        assert [x.samples for x in ours] == [x.samples for x in theirs]
-        assert [x.auc for x in ours] == pytest.approx([x.auc for x in theirs], abs=0.02)
 
 
 # -- one run -------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ import hotrow.embedding.step
 import hotrow.training.rank_turn
 from click_models import click_batches
 from hotrow.data import ClickBatch
+from hotrow.engine.split_batch import Parted
 from hotrow.support.streams import lanes_of
 from hotrow.training import captured
 from hotrow.training.captured import GraphSettings
@@ -200,6 +201,23 @@ def change_rate(number: int, rank: int, model: Model) -> None:
 LOOPS = {loop.__name__: loop for loop in (nothing, freeze, accumulate, evaluate, change_rate)}
 
 
+def parted(number: int, batch: ClickBatch) -> Any:
+    """Return a batch in two parts, which no graph can train; every third one, and others whole."""
+
+    def cut(batch: ClickBatch, low: int, high: int) -> ClickBatch:
+        return ClickBatch(batch.dense[low:high], batch.sparse[low:high], batch.label[low:high])
+
+    size = len(batch.label)
+    return Parted(batch, size // 3, size, cut, lambda: True) if number % 3 == 1 else batch
+
+
+def of_first_parts(rank: int, world: int) -> tuple[Tensor, Tensor]:
+    """Return the rows of tables "a" and "b" that first parts look up."""
+    every = [parted(*x) for x in enumerate(batches(rank, world, uneven=False))]
+    ids = torch.cat([x.batch.sparse[: x.first] for x in every if isinstance(x, Parted)])
+    return ids[:, :2].flatten(), ids[:, 2]
+
+
 def train(
     rank: int,
     world: int,
@@ -209,6 +227,7 @@ def train(
     loop: str = "nothing",
     uneven: bool = False,
     rank_alone: bool = False,
+    in_parts: bool = False,
     **options: Any,
 ) -> tuple[list[Tensor], list[Tensor], int]:
     """Return the losses, all weights with their state, and how many steps were replayed."""
@@ -235,7 +254,12 @@ def train(
         )
         graphs.steps.append(step)
         losses = []
-        parts = batches(rank, world, uneven=uneven)
+        parts: Any = batches(rank, world, uneven=uneven)
+        if in_parts:
+            rows = [of_first_parts(r, world) for r in range(world)]
+            model.embedding.pin_rows({"a": torch.cat([a for a, _ in rows]).unique(),
+                                      "b": torch.cat([b for _, b in rows]).unique()})  # fmt: skip
+            parts = [parted(number, batch) for number, batch in enumerate(parts)]
         for number, batch in enumerate(
             hotrow.ahead(parts, model, ids=lambda batch: batch.sparse, step=step)
         ):
@@ -273,6 +297,7 @@ CASES: list[dict[str, Any]] = [
     {"strategy": "lookahead", "rank_alone": True},
     {"strategy": "hybrid"},
     {"strategy": "static-hybrid", "replicate": "2KiB"},
+    {"strategy": "static", "replicate": "24KiB", "in_parts": True},
     *({"strategy": "lookahead", "loop": loop} for loop in LOOPS if loop != "nothing"),
 ]
 

@@ -145,7 +145,7 @@ def test_rows_on_the_host_beside_a_gpu(world: int) -> None:
     checked(world, differences, [x for x in chosen if x["strategy"] != "cpu"], "cuda")
 
 
-PROGRAMS = [0, 4, 6, 14, 17, 23, 35]  # with nearly all that ranks can do
+PROGRAMS = [0, 4, 6, 14, 17, 23, 35]  # with all that ranks can do
 
 
 def test_programs_train_like_all_fast() -> None:

@@ -413,7 +413,7 @@ class PendingStep:
         self._waiting.clear()
         if not waiting:
             return [], ()
-        if any(not x.work.moving.group.active for x in waiting):
+        if any(not (x.work.whole or x.work).moving.group.active for x in waiting):
             raise RuntimeError(
                 "gradients came of a lookup from before train_on_host() or train_in_slots(), and "
                 "no row was changed: call backward() before these"

@@ -19,7 +19,7 @@ from hotrow.support.version import __version__
 TORCHRUN = "torchrun --nproc-per-node"
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_OTHERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
-_FAILED = "hotrow/failed"  # a key of the store: how many ranks have failed
+_FAILED = "failed"  # a key of the store: how many ranks have failed
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,10 @@ class RunRanks(Together):
     def connect(self) -> None:
         """Connect to the store of torchrun's ranks."""
         if self._is_owner:
-            self._store, _, _ = next(iter(rendezvous("env://")))
+            store, _, _ = next(iter(rendezvous("env://")))
+            # It is the same one after a restart, and has what ranks said before.
+            before = f"hotrow/{self.place.restarts}/{self.size}"
+            self._store = dist.distributed_c10d.PrefixStore(before, store)
 
     def open(self, device: str) -> None:
         """Open the process group; every rank gets its GPU. NCCL is used if each has its own."""
@@ -110,7 +113,7 @@ class RunRanks(Together):
             backend = "nccl" if all(x == "1" for x in owners) else "gloo"
             dist.init_process_group(
                 backend,
-                store=dist.distributed_c10d.PrefixStore("hotrow/group", self._store),
+                store=self._store,
                 rank=self.rank,
                 world_size=self.size,
             )
@@ -131,7 +134,7 @@ class RunRanks(Together):
 
     def _compare(self, what: str, text: str) -> list[str]:
         """Return what ranks say before there is a process group."""
-        keys = [f"hotrow/{what}/{rank}" for rank in range(self.size)]
+        keys = [f"{what}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], text)
         return [self._store.get(key).decode() for key in keys]
 
@@ -167,7 +170,7 @@ class RunRanks(Together):
 
     def _is_first_in_store(self) -> bool:
         try:
-            return bool(self._store.add(f"{_FAILED}/{self.place.restarts}", 1) == 1)
+            return bool(self._store.add(_FAILED, 1) == 1)
         except RuntimeError:  # it was that of rank 0, which has ended
             return self.rank == 1
 

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.engine.profile import Profile
 from hotrow.engine.stages import LATE
 from hotrow.inputs.batch import Batch, parse
@@ -407,20 +408,10 @@ class FAE:
         )
 
     def _separate(self, batches: Iterable[Any], hot: HotSet) -> Separated:
-        places = {torch.device("cpu"): hot}
-
-        def is_hot(batch: Any) -> Tensor:
-            parsed = self._parsed(batch)
-            device = parsed.values.device
-            if device not in places:
-                places[device] = hot.to(device)
-            return popular(parsed, places[device])
-
-        embedding = self._embedding
         work = partial(
             separate,
             batches,
-            is_hot,
+            _hot_by(self._parsed, hot),
             SetOptions(
                 epochs=self._epochs or 1,
                 seed=self._seed,
@@ -431,18 +422,17 @@ class FAE:
             folder=self._folder,
             key=_key_of(hot),
             advance=lambda count: self._progress("separating", count),
-            writes=is_first(embedding),
+            writes=is_first(self._embedding),
         )
         # Several ranks find in a folder what the first one has written there.
         waits = self._folder is not None and isinstance(batches, NumberedSamples)
-        sets = first_alone(embedding, work) if waits else work()
-        check_same(embedding, "the samples that FAE has told apart", *_sizes_of(sets))
+        sets = _alike_on_ranks(self._embedding, work, waits=waits)
         self._note(
             hot_samples=sets.hot.samples,
             cold_samples=sets.cold.samples,
             hot_batches=sets.hot.batches_per_epoch,
             cold_batches=sets.cold.batches_per_epoch,
-            reused=of_first(embedding, sets.reused),
+            reused=sets.reused,
         )
         return sets
 
@@ -503,9 +493,29 @@ def _notes_on_room(asked: int, room: int, hot_rows: int) -> Iterator[str]:
         )
 
 
-def _sizes_of(sets: Separated) -> tuple[int, ...]:
-    every = sets.hot, sets.cold
-    return tuple(x for each in every for x in (each.samples, each.batches_per_epoch))
+def _hot_by(parsed: Callable[[Any], Batch], hot: HotSet) -> Callable[[Any], Tensor]:
+    """Return a function that says which samples of a batch are hot."""
+    places = {torch.device("cpu"): hot}
+
+    def is_hot(batch: Any) -> Tensor:
+        ids = parsed(batch)
+        device = ids.values.device
+        if device not in places:
+            places[device] = hot.to(device)
+        return popular(ids, places[device])
+
+    return is_hot
+
+
+def _alike_on_ranks(
+    embedding: EmbeddingBagCollection, work: Callable[[], Separated], *, waits: bool
+) -> Separated:
+    """Return the sets of samples, the same on all ranks. `waits`: the first one makes them before
+    the others do."""
+    sets = first_alone(embedding, work) if waits else work()
+    sizes = [x for each in (sets.hot, sets.cold) for x in (each.samples, each.batches_per_epoch)]
+    check_same(embedding, "the samples that FAE has told apart", *sizes)
+    return replace(sets, reused=of_first(embedding, sets.reused))
 
 
 def _key_of(hot: HotSet) -> str:
