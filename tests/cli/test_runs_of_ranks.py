@@ -163,3 +163,8 @@ def test_a_report_shows_ranks_beside_a_run_of_one() -> None:
     steps = list(read_steps("runs/clicks"))
     assert sum(step.lookups for step in steps) == shared.ranks[0].lookups
     assert sum(x.lookups for x in shared.ranks) == shared.summary.lookups
+    for name, table in shared.tables.items():
+        assert table.lookups == alone.tables[name].lookups
+    assert sum(x.fetched_rows for x in shared.tables.values()) == sum(
+        x.fetched_rows for x in shared.ranks
+    )
