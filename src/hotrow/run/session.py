@@ -124,7 +124,7 @@ def train_run(
         observer.start(job, run.folder)
         if begun.checkpoint is not None:
             observer.tell("resumed", step=job.done, checkpoint=str(begun.checkpoint))
-        if config.run.save:
+        if config.run.save and ranks.is_first:
             _warn_of_little_space(job, run.folder, observer)
         tracing = None
         if traced is not None:
