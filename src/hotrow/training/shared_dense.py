@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
@@ -106,6 +107,11 @@ class SharedDense:
     def place_of(self, collection: EmbeddingBagCollection) -> int:
         """Return where a collection stands in the order in which ranks exchange gradients."""
         return self._collections.index(collection)
+
+    def tell(self, error: Exception) -> None:
+        """Let other ranks raise, which may wait for this one: a system has an error here."""
+        with suppress(Exception):  # this error, once it is known, or one that follows from it
+            self._collections[0].pipeline.end_batches(error)
 
     @property
     def device(self) -> torch.device:
