@@ -83,10 +83,11 @@ def loader(batches: int, epochs: int = 1) -> Loader:
 
 
 def trained(
-    system: Any, model: ClickModel, batches: Iterable[Any], **options: Any
+    system: Any, model: ClickModel, batches: Iterable[Any], test: Iterable[Any] | None = None
 ) -> dict[str, Any]:
     """Train by a system; return what it decided, what was trained, and what came of it."""
-    trainer = trainer_of(model, system, **options)
+    trainer = trainer_of(model, system)
+    test = Epoch(50, 52) if test is None else test
     seen: list[list[torch.Tensor]] = []
     first: list[int] = []  # samples of first parts
     forwards: list[int] = []  # samples of forward passes with gradients
@@ -116,7 +117,7 @@ def trained(
         "seen": seen,
         "first": first,
         "forwards": forwards,
-        "evaluation": trainer.mean_loss(Epoch(50, 52), whole=True),
+        "evaluation": trainer.mean_loss(test, whole=True),
         "bits": model.bits(),
     }
 

@@ -142,7 +142,7 @@ def test_bytes_of_ranks_are_by_kind_of_batch(load: Load) -> None:
     hot, cold = load("systems_on_ranks").table([line | {"sent": {"hot": sent, "cold": sent}}])[::-1]
     assert hot[:5] == ("d", "fae", "2", "4", "hot")
     assert hot[5:] == (
-        "1.5", "2.5", "0.0", "1,200", "0.75000", "-0.00100", "yes", "2e-07",
+        "1.5", "2.0", "0.0", "1,200", "0.75000", "-0.00100", "yes", "2e-07",
     )  # fmt: skip
     assert cold[4] == "cold"
     (alone,) = load("systems_on_ranks").table([line | {"ranks": 1, "sent": {"all": sent}}])

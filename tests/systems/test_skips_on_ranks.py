@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 import hotrow
@@ -75,6 +78,36 @@ def assert_same_record(found: dict[str, Any], expected: dict[str, Any]) -> None:
     one, other = (x.pop("threshold") or {"tau": 0.0} for x in (found, expected))
     assert one["tau"] == pytest.approx(other["tau"], rel=1e-3)
     assert found == expected
+
+
+class Named:
+    """Samples with a text each, of which batches are cut and joined by functions of the user's."""
+
+    def __init__(self, dense: Tensor, sparse: Tensor, label: Tensor, names: Any) -> None:
+        self.dense, self.sparse, self.label, self.names = dense, sparse, label, names
+
+    def at(self, places: Tensor) -> Named:
+        tensors = (x[places] for x in (self.dense, self.sparse, self.label))
+        return Named(*tensors, self.names[places.numpy()])
+
+    @staticmethod
+    def joined(parts: Sequence[Any]) -> Named:
+        tensors = (torch.cat([getattr(x, y) for x in parts]) for y in ("dense", "sparse", "label"))
+        return Named(*tensors, np.concatenate([x.names for x in parts]))
+
+
+def named(rank: int, world: int) -> dict[str, Any]:
+    texts = np.array([f"sample {k}" for k in range(48)])
+    batches = [Named(x.dense, x.sparse, x.label, texts) for x in whole(0, 12)]
+    take: Any = Named.at
+    system = hotrow.RandomDrop(share=0.3, starting_batch=4, take=take, join=Named.joined)
+    return trained(system, model(), batches, test=batches[:2])
+
+
+def test_batches_of_any_class_are_cut_by_the_users_function() -> None:
+    expected = named(0, 1)
+    assert sum(expected["samples"]) == 48 * 12 - int(48 * 8 * 0.3)
+    assert_like_alone(run(2, named), expected)
 
 
 # -- ranks that read different batches ---------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
@@ -107,6 +108,11 @@ class SharedDense:
         """Return where a collection stands in the order in which ranks exchange gradients."""
         return self._collections.index(collection)
 
+    def tell(self, error: Exception) -> None:
+        """Let other ranks raise, which may wait for this one: a system has an error here."""
+        with suppress(Exception):  # this error, once it is known, or one that follows from it
+            self._collections[0].pipeline.end_batches(error)
+
     @property
     def device(self) -> torch.device:
         return self._collections[0].device
@@ -131,6 +137,10 @@ class SharedDense:
     @property
     def _batches(self) -> list[BatchCounts]:
         return [c.exchange.wire.batches for c in self._collections if c.exchange is not None]
+
+    def lookups_by_table(self) -> Counter[str]:
+        """Return how many rows of each table this rank has looked up in training so far."""
+        return sum((x.by_table for x in self._batches), start=Counter())
 
     def served_rows(self) -> int:
         """Return how many rows ranks have asked of this one in training so far."""

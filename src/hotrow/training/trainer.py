@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hotrow.distributed.ranks import RankError
 from hotrow.embedding.ahead import Ahead
 from hotrow.embedding.arguments import usable_device
 from hotrow.embedding.collection import EmbeddingBagCollection
@@ -185,14 +186,35 @@ class Trainer(Generic[Batch]):
         passes = self.system.passes(self.whole.of(batches))
         asked, before = perf_counter(), self._counters()
         try:
-            for some in map(iter, passes):
-                for first in some:  # a pass may have no batch
+            for some in map(iter, self._told_of(passes)):
+                while (begun := self._begun(some)) is not None:  # a pass may have no batch
                     # What a system does before a pass, such as pinning rows, is part of its first
                     # step.
-                    yield from self._pass(chain([first], some), asked, before)
+                    yield from self._pass(begun, asked, before)
                     asked, before = perf_counter(), self._counters()
         finally:
             passes.close()
+
+    def _told_of(self, passes: Iterator[Iterable[Batch]]) -> Iterator[Iterable[Batch]]:
+        """Yield passes. If a system fails, other ranks need not wait for this one."""
+        try:
+            yield from passes
+        except Exception as error:
+            if self._dense is not None and not isinstance(error, RankError):
+                self._dense.tell(error)
+            raise
+
+    def _begun(self, batches: Iterator[Batch]) -> Iterator[Batch] | None:
+        """Return batches again, of which the first was read; None: there is none. An error of the
+        loader is raised inside of the pass, which tells other ranks."""
+        try:
+            return chain([next(batches)], batches)
+        except StopIteration:
+            return None
+        except Exception as error:
+            if self._dense is None or isinstance(error, RankError):
+                raise
+            return _raising(error)
 
     def _pass(
         self,
@@ -382,6 +404,11 @@ class Trainer(Generic[Batch]):
 
     def _waits(self) -> dict[str, float]:
         return {"rank_seconds": 0.0 if self._dense is None else self._dense.wait_seconds}
+
+
+def _raising(error: Exception) -> Iterator[Any]:
+    yield from ()
+    raise error
 
 
 @contextmanager

@@ -75,4 +75,9 @@ class WholeBatches:
 def _tensors_of(batch: Any) -> list[Tensor]:
     """Return what tells one batch from another."""
     parts = tensors_in(batch) or parts_in(batch)
-    return [part if isinstance(part, Tensor) else torch.from_numpy(part) for part in parts]
+    return [part if isinstance(part, Tensor) else _bytes_of(part) for part in parts]
+
+
+def _bytes_of(array: Any) -> Tensor:
+    """Return an array's bytes: it may hold what no tensor does, such as texts."""
+    return torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8)

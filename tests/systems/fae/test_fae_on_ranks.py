@@ -127,6 +127,25 @@ def test_the_first_rank_writes_sample_numbers_and_all_read_them(tmp_path: Path) 
     ]
 
 
+def twice(rank: int, world: int) -> list[Any]:
+    """Two runs of one system over one loader, which is read whole."""
+    noted: list[str] = []
+    system = fae(progress=lambda what, count: noted.append(what))
+    trainer, batches = trainer_of(static(), system), loader(12)
+    found: list[Any] = []
+    for _ in range(2):
+        noted.clear()
+        found += [len(list(trainer.run(batches))), sorted(set(noted))]
+    return found
+
+
+def test_a_second_run_over_the_same_loader_counts_nothing_again() -> None:
+    for steps, noted, steps_again, noted_again in run(2, twice):
+        assert noted == ["counting", "separating"]
+        assert noted_again == []
+        assert steps == steps_again > 10
+
+
 def cannot_write(rank: int, world: int, folder: Path) -> str:
     try:
         list(trainer_of(static(), fae(folder=folder)).run(loader(12)))
@@ -143,6 +162,45 @@ def test_a_folder_that_the_first_rank_cannot_write_raises_on_all(tmp_path: Path)
 
 
 # -- ranks that differ, and what is missing ----------------------------------------------
+
+
+class Broken:
+    """A loader that fails on the second rank."""
+
+    def __init__(self, rank: int, at: int) -> None:
+        self._at = at if rank else -1
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(whole(0, 12)):
+            if number == self._at:
+                raise OSError("the disk is gone")
+            yield batch
+
+
+def failures(rank: int, world: int) -> list[str]:
+    cases: list[Any] = [
+        (fae(), 5),  # while samples are counted
+        (hotrow.RandomDrop(share=0.2), 0),  # before the first pass
+        (hotrow.RandomDrop(share=0.2), 7),
+    ]
+    said = []
+    for system, at in cases:
+        try:
+            list(trainer_of(static(), system).run(Broken(rank, at)))
+            said.append("nothing")
+        except (OSError, RuntimeError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_an_error_of_one_rank_is_raised_on_all() -> None:
+    first, second = run(2, failures, group_timeout=20)
+    assert second == ["the disk is gone"] * 3
+    assert first[0].startswith("ranks do different things: rank 0 calls a method that all ranks")
+    assert first[1:] == ["rank 1: the disk is gone"] * 2
 
 
 class OtherSamples(Stored):
