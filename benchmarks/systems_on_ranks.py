@@ -269,27 +269,20 @@ def beside(found: dict[str, Any], alone: dict[str, Any] | None) -> dict[str, Any
 
 
 def table(lines: Iterable[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return the cells of the page's table."""
+    """Return the cells of the page's table: of one rank a row, of several a row for each kind of
+    batch."""
     rows = []
     for line in lines:
+        about = line["data"], line["name"], f"{line['ranks']}"
+        quality = f"{line['total']:,}", f"{line['auc']:.5f}"
+        if line["ranks"] == 1:
+            rows.append((*about, f"{line['steps']:,}", *["-"] * 4, *quality, *["-"] * 3))
+            continue
+        same = "yes" if line["same"] else "no"
+        beside_one = f"{line['auc_apart']:+.5f}", same, f"{line['apart']:.0e}"
         for kind, sent in sorted(line["sent"].items()):
-            kilobytes = [sent["ids"], sent["rows"], sent["grads"]]
-            is_first = line["ranks"] == 1
-            rows.append(
-                (
-                    line["data"],
-                    line["name"],
-                    f"{line['ranks']}",
-                    f"{sent['batches']:,}",
-                    kind,
-                    *(f"{x / 1e3:.1f}" for x in kilobytes),
-                    f"{line['total']:,}",
-                    f"{line['auc']:.5f}",
-                    "-" if is_first else f"{line['auc_apart']:+.5f}",
-                    "-" if is_first else ("yes" if line["same"] else "no"),
-                    "-" if is_first else f"{line['apart']:.0e}",
-                )
-            )
+            kilobytes = (f"{sent[x] / 1e3:.1f}" for x in ("ids", "rows", "grads"))
+            rows.append((*about, f"{sent['batches']:,}", kind, *kilobytes, *quality, *beside_one))
     return rows
 
 

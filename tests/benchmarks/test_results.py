@@ -145,8 +145,8 @@ def test_bytes_of_ranks_are_by_kind_of_batch(load: Load) -> None:
         "1.5", "2.0", "0.0", "1,200", "0.75000", "-0.00100", "yes", "2e-07",
     )  # fmt: skip
     assert cold[4] == "cold"
-    (alone,) = load("systems_on_ranks").table([line | {"ranks": 1, "sent": {"all": sent}}])
-    assert alone[-3:] == ("-", "-", "-")
+    (alone,) = load("systems_on_ranks").table([line | {"ranks": 1, "steps": 8}])
+    assert alone[3:] == ("8", "-", "-", "-", "-", "1,200", "0.75000", "-", "-", "-")
 
 
 def test_differences_are_paired_by_seed(load: Load) -> None:
