@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from commands import SMALL_SETTINGS, settings, succeeds
 from hotrow.run.files import read_run, read_steps
@@ -110,6 +111,23 @@ def test_the_built_in_job_is_trained_by_two_ranks() -> None:
     assert lines[-1]["summary"]["equal_to_all_fast"] is True
     assert [x["rank"] for x in lines[-1]["ranks"]] == [0, 1]
     assert len(list(read_steps("runs/default"))) == 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", ["lookahead", "all-fast"])
+def test_two_ranks_train_on_the_gpus_there_are(strategy: str) -> None:
+    given = settings(
+        *SMALL_SETTINGS, "training.check_equality=true", "run.device=cuda",
+        f"embedding.strategy={strategy}", "checkpoint.every_steps=4",
+    )  # fmt: skip
+    code, out, err = ended(*ranks(2, *given))
+    assert code == 0, err
+    assert "yes, to the bit" in out
+    devices = [x.device for x in read_run("runs/default").ranks]
+    assert devices == ["cuda:0", f"cuda:{1 % torch.cuda.device_count()}"]
+    code, out, err = ended(*ranks(2, "runs/default", "--resume", *settings("training.epochs=2")))
+    assert code == 0, err
+    assert "continues after step 10" in out
 
 
 @pytest.mark.slow

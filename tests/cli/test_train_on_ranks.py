@@ -25,7 +25,7 @@ from hotrow.embedding.row_verifier import CorruptRows, RowVerifier
 from hotrow.run.config import RunSection
 from hotrow.run.files import read_run, read_start
 from hotrow.run.job import Job
-from hotrow.run.ranks import Place, _agreed_name, find_place
+from hotrow.run.ranks import Place, RunRanks, _agreed_name, find_place
 from hotrow.run.saving import Saving
 from rank_processes import run
 from ranked_runs import RUN_TOML, assert_same, losses_of
@@ -442,6 +442,22 @@ def test_ranks_that_cannot_be_reached_are_an_error(monkeypatch: pytest.MonkeyPat
     assert result.exit_code == 5
     assert result.stderr.startswith("error: rank 1 of 2 cannot reach the others: check that all")
     assert result.stderr.endswith("torch says: connection refused\n")
+
+
+def test_each_rank_takes_a_gpu_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    places = [Place(4 + local, 8, local, 2) for local in range(2)]
+    assert [RunRanks(place)._take_gpu("cuda") for place in places] == [True, True]
+    assert taken == [0, 1]
+    places = [Place(local, 4, local, 4) for local in range(4)]
+    assert [RunRanks(place)._take_gpu("cuda") for place in places] == [False] * 4  # shared
+    assert taken[2:] == [0, 1, 0, 1]
+    assert not RunRanks(places[0])._take_gpu("cuda:1")
+    assert not RunRanks(places[0])._take_gpu("cpu")
+    assert len(taken) == 6
 
 
 def test_ranks_share_the_cores_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
