@@ -132,6 +132,27 @@ def test_replicated_rows_change_no_bit() -> None:
     assert sent[0] < sent[1]
 
 
+@pytest.mark.parametrize("strategy", ["hotline", "fae+random-drop"])
+def test_a_system_on_ranks_stops_and_goes_on(strategy: str) -> None:
+    given = (f"embedding.strategy={strategy}", "embedding.budget=80%")
+    trained(2, given=given, patches=signals(signal.SIGTERM, 5))
+    assert read_run("runs/small").outcome == "interrupted"
+    trained(2, "runs/small", "--resume")
+    record = read_run("runs/small")
+    assert record.outcome == "finished"
+    assert record.resumed_after == (6,)
+    assert record.system
+    assert record.memory["replicated rows"] > 0  # half of the budget is for pins
+    assert record.settings["embedding"]["budget"] == "80%"
+
+
+def test_pins_need_a_number_of_bytes() -> None:
+    given = ("embedding.strategy=hotline", "embedding.budget=auto")
+    for ended in train(2, given=given):
+        assert ended.code == 2
+        assert "leaves open what hotline may pin on 2 ranks: give embedding.replicate" in ended.err
+
+
 def test_a_loss_that_is_nan_ends_all_ranks() -> None:
     ended = train(2, given=("training.optimizer.lr=1e38", "training.optimizer.name=sgd"))
     assert [x.code for x in ended] == [3, 3]
