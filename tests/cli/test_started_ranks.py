@@ -86,7 +86,7 @@ def wait_until(path: Path, started: Started) -> None:
     while not path.exists():
         assert started.process.poll() is None, started.end()
         assert time.monotonic() < deadline
-        time.sleep(0.05)
+        time.sleep(0.02)
 
 
 def ended(*words: str) -> tuple[int, str, str]:
@@ -215,7 +215,7 @@ def test_torchrun_shows_a_mistake_once_beside_its_table() -> None:
 
 @pytest.mark.slow
 def test_torchrun_restarts_ranks_which_end_in_the_same_bits() -> None:
-    given = settings("training.steps=200", "training.eval_every=100", "checkpoint.every_steps=20")
+    given = settings("training.steps=600", "training.eval_every=200", "checkpoint.every_steps=30")
     words = [*TORCHRUN, "2", "--max-restarts", "2", "-m", "hotrow", "train", "run.toml", *given]
     assert ended(*words, *settings("run.name=whole"))[0] == 0
     with starting(*words) as started:
@@ -232,7 +232,7 @@ def test_two_launchers_train_one_run_as_two_machines_do() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    given = settings("training.steps=200", "training.eval_every=100", "checkpoint.every_steps=20")
+    given = settings("training.steps=600", "training.eval_every=200", "checkpoint.every_steps=30")
     words = [
         *TORCHRUN, "1", "--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "job",
         "--rdzv-endpoint", f"127.0.0.1:{port}", "--max-restarts", "1", "--local-addr", "127.0.0.1",
@@ -243,7 +243,7 @@ def test_two_launchers_train_one_run_as_two_machines_do() -> None:
         os.kill(first.pids[0], signal.SIGKILL)
         ends = [first.end(), second.end()]
     assert [code for code, _, _ in ends] == [0, 0], ends
-    assert sum("finished after 200 steps" in out for _, out, _ in ends) == 1
+    assert sum("finished after 600 steps" in out for _, out, _ in ends) == 1
     record = read_run("runs/small")
     assert len(record.ranks) == 2
     assert len(record.resumed_after) == 1

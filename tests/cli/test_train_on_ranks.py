@@ -312,6 +312,7 @@ def test_restarted_ranks_go_on_and_end_in_the_bits_of_an_undisturbed_run() -> No
     assert_same("small", "whole", exact=True)
 
 
+@pytest.mark.slow
 def test_a_restart_leaves_runs_of_other_launches_alone() -> None:
     failing(*EVERY, at=7)
     said = trained(2, given=EVERY, patches=_Fails(None, restarts=1, launch="another"))
