@@ -76,7 +76,7 @@ def figures() -> dict[str, dict[str, Any]]:
 
 
 def test_strategies_are_compared_on_two_ranks_in_one_table() -> None:
-    names = "all-fast,lookahead,lru,fae,lookahead+random-drop,hybrid-plain"
+    names = "all-fast,lookahead,fae,lookahead+random-drop,hybrid-plain"
     given = settings("embedding.budget=6KB", "data.samples=320")
     said = compare(2, "--strategies", names, "--repeat", "2", "--json", *given)
     assert [code for code, *_ in said] == [4, 4], said[0]  # hybrid-plain
@@ -86,8 +86,7 @@ def test_strategies_are_compared_on_two_ranks_in_one_table() -> None:
     assert last["ranks"] == 2
     found = figures()
     assert list(found) == names.split(",")
-    for name in ("lookahead", "lru"):
-        assert found[name]["equal"] == "bits"
+    assert found["lookahead"]["equal"] == "bits"
     for name in ("fae", "lookahead+random-drop"):
         assert (found[name]["contract"], found[name]["equal"]) == ("changed", "no"), found[name]
     assert found["hybrid-plain"]["outcome"] == "failed"
@@ -176,6 +175,18 @@ def test_rounding_is_within_tolerance_on_three_ranks() -> None:
     found = figures()["other-order"]
     assert found["equal"] == "tolerance"
     assert "losses differ by up to" in found["equal_note"]
+
+
+@pytest.mark.gpu
+def test_ranks_of_one_gpu_are_compared() -> None:
+    names = "all-fast,lookahead,scratchpipe,hybrid"
+    given = settings("run.device=cuda", "embedding.budget=32KB", "data.samples=640")
+    said = compare(2, "--strategies", names, "--repeat", "2", *given, timeout=280)
+    assert [code for code, *_ in said] == [0, 0], said[0]
+    found = figures()
+    assert [found[x]["equal"] for x in ("lookahead", "scratchpipe")] == ["bits"] * 2
+    assert found["hybrid"]["equal"] in ("bits", "tolerance")
+    assert all(x["device"] == "cuda:0" for x in found["lookahead"]["ranks"])
 
 
 # -- failures and signals ----------------------------------------------------------------------

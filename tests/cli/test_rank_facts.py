@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import hotrow.cli._rank_facts as rank_facts_module
 from commands import hotrow, refused, succeeds
@@ -148,3 +149,14 @@ def test_the_command_says_it_once_for_each_machine() -> None:
     other = hotrow("doctor", **TORCHRUN)
     assert (other.exit_code, other.stdout) == (0, "")
     assert "--ranks" in refused("doctor", "--ranks", "0")
+
+
+@pytest.mark.gpu
+def test_ranks_of_this_machine_are_placed_on_its_gpus() -> None:
+    count = torch.cuda.device_count()
+    facts = json.loads(succeeds("doctor", "--ranks", str(count + 1), "--json").stdout)["ranks"]
+    assert facts["backend_on_cuda"] == "gloo"
+    assert facts["devices_on_cuda"][0] == facts["devices_on_cuda"][-1] == "cuda:0"
+    assert facts["backends"]["nccl"].split(".")[0].isdecimal()
+    assert len(facts["host_links"]) == count
+    assert rank_facts(count)["backend_on_cuda"] == "nccl"

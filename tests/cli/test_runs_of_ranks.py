@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from dataclasses import asdict
@@ -116,8 +117,21 @@ def test_a_checkpoint_of_ranks_is_exported_as_well(
 
 
 def test_a_served_model_predicts_the_same(kind: str, tmp_path: Path) -> None:
-    succeeds("export", kind, "--serve", str(tmp_path / "served"))
-    assert "as written" in succeeds("verify", str(tmp_path / "served")).stdout
+    served = tmp_path / "served"
+    succeeds("export", kind, "--serve", str(served))
+    assert "as written" in succeeds("verify", str(served)).stdout
+    spec = importlib.util.spec_from_file_location(f"served_{kind}", served / "serve.py")
+    assert spec is not None
+    assert spec.loader is not None
+    serve: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(serve)
+    job = open_trained(kind)
+    batch: Any = next(iter(job.samples.batches(1)))
+    sparse = batch.sparse
+    if not isinstance(sparse, torch.Tensor):
+        sparse = (sparse.values(), sparse.offsets())
+    scores = serve.load()(serve.Batch(batch.dense, sparse, getattr(batch, "lengths", None)))
+    torch.testing.assert_close(scores, job.trainer.predict(batch), rtol=1e-6, atol=1e-6)
 
 
 def test_verify_reads_every_byte(tmp_path: Path) -> None:
@@ -149,3 +163,8 @@ def test_a_report_shows_ranks_beside_a_run_of_one() -> None:
     steps = list(read_steps("runs/clicks"))
     assert sum(step.lookups for step in steps) == shared.ranks[0].lookups
     assert sum(x.lookups for x in shared.ranks) == shared.summary.lookups
+    for name, table in shared.tables.items():
+        assert table.lookups == alone.tables[name].lookups
+    assert sum(x.fetched_rows for x in shared.tables.values()) == sum(
+        x.fetched_rows for x in shared.ranks
+    )

@@ -415,7 +415,7 @@ def test_a_reader_that_has_gone_does_not_end_a_run(words: tuple[str, ...], folde
     assert (folder / "runs/small/model/manifest.json").exists()
 
 
-@pytest.mark.parametrize("command", ["train", "compare", "size", "evaluate"])
+@pytest.mark.parametrize("command", ["compare", "size", "evaluate"])
 @pytest.mark.parametrize("launcher", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"])
 def test_several_ranks_are_refused(command: str, launcher: str) -> None:
     result = hotrow(command, "run.toml", **{launcher: "2"})
@@ -427,20 +427,9 @@ def test_several_ranks_are_refused(command: str, launcher: str) -> None:
 
 def test_a_process_group_is_refused_and_one_rank_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
-    refuse_ranks("train")
+    refuse_ranks("size")
     group = SimpleNamespace(
         is_available=lambda: True, is_initialized=lambda: True, get_world_size=lambda: 2
     )
     with pytest.raises(ValueError, match="was started as 2 ranks"):
-        refuse_ranks("train", group)
-
-
-@pytest.mark.slow
-def test_torchrun_trains_nothing_twice() -> None:
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*words, "-m", "hotrow", "train", "run.toml"], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode != 0
-    assert "was started as 2 ranks" in done.stderr
-    assert not Path("runs").exists()
+        refuse_ranks("size", group)

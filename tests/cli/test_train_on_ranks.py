@@ -7,6 +7,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,27 +17,20 @@ import pytest
 import torch
 
 import hotrow.checkpoint.together as together
-from commands import SMALL, Faults, hotrow, inject_faults, refused, settings, succeeds
+from commands import Faults, hotrow, inject_faults, refused, settings, succeeds
 from hotrow.checkpoint.folder import saved_in
 from hotrow.checkpoint.saving import Save
 from hotrow.cli._ranks import share_cores
 from hotrow.embedding.row_verifier import CorruptRows, RowVerifier
 from hotrow.run.config import RunSection
-from hotrow.run.files import read_run, read_start, read_steps
-from hotrow.run.job import Job, same_bits
-from hotrow.run.open_run import open_trained
-from hotrow.run.ranks import Place, find_place
+from hotrow.run.files import read_run, read_start
+from hotrow.run.job import Job
+from hotrow.run.ranks import Place, RunRanks, _agreed_name, find_place
 from hotrow.run.saving import Saving
 from rank_processes import run
+from ranked_runs import RUN_TOML, assert_same, losses_of
 
-RUN_TOML = (
-    SMALL.replace("160", "112").replace("400", "1200").replace('"small"', '"small"\nthreads = 1')
-    + """
-[training]
-epochs = 2
-eval_every = 4
-"""
-)
+__all__ = ["RUN_TOML"]  # the fixture `folder` writes it
 STEPS = 14  # two epochs of seven batches
 EVERY = ("checkpoint.every_steps=3",)
 pytestmark = pytest.mark.usefixtures("folder")
@@ -95,36 +89,6 @@ def trained(ranks: int, *words: str, given: tuple[str, ...] = (), patches: Any =
     return first.out + first.err
 
 
-def weights_of(run: str) -> dict[str, torch.Tensor]:
-    model = open_trained(f"runs/{run}").model
-    return {key: weight.clone() for key, weight in model.state_dict().items()}
-
-
-def losses_of(run: str) -> list[float]:
-    return [record.loss for record in read_steps(f"runs/{run}")]
-
-
-def assert_same(run: str, other: str, *, exact: bool) -> None:
-    """Compare all weights and losses of two runs: their bits, or up to rounding."""
-    left, right = weights_of(run), weights_of(other)
-    assert left.keys() == right.keys()
-    for key, weight in left.items():
-        if exact:
-            assert same_bits(weight, right[key]), key
-        else:
-            torch.testing.assert_close(weight, right[key], rtol=1e-4, atol=1e-5)
-    steps = [x.samples for x in read_steps(f"runs/{run}")]
-    assert steps == [x.samples for x in read_steps(f"runs/{other}")]
-    if exact:
-        assert repr(losses_of(run)) == repr(losses_of(other))
-        assert read_run(f"runs/{run}").evaluations == read_run(f"runs/{other}").evaluations
-    else:
-        assert losses_of(run) == pytest.approx(losses_of(other), rel=1e-4)
-        ours, theirs = (read_run(f"runs/{name}").evaluations for name in (run, other))
-        assert [x.samples for x in ours] == [x.samples for x in theirs]
-        assert [x.auc for x in ours] == pytest.approx([x.auc for x in theirs], abs=0.02)
-
-
 # -- one run -------------------------------------------------------------------------------
 
 
@@ -166,6 +130,27 @@ def test_replicated_rows_change_no_bit() -> None:
     assert_same("small", "without", exact=True)
     sent = [read_run(f"runs/{name}").ranks[0].bytes_of_rows for name in ("small", "without")]
     assert sent[0] < sent[1]
+
+
+@pytest.mark.parametrize("strategy", ["hotline", "fae+random-drop"])
+def test_a_system_on_ranks_stops_and_goes_on(strategy: str) -> None:
+    given = (f"embedding.strategy={strategy}", "embedding.budget=80%")
+    trained(2, given=given, patches=signals(signal.SIGTERM, 5))
+    assert read_run("runs/small").outcome == "interrupted"
+    trained(2, "runs/small", "--resume")
+    record = read_run("runs/small")
+    assert record.outcome == "finished"
+    assert record.resumed_after == (6,)
+    assert record.system
+    assert record.memory["replicated rows"] > 0  # half of the budget is for pins
+    assert record.settings["embedding"]["budget"] == "80%"
+
+
+def test_pins_need_a_number_of_bytes() -> None:
+    given = ("embedding.strategy=hotline", "embedding.budget=auto")
+    for ended in train(2, given=given):
+        assert ended.code == 2
+        assert "leaves open what hotline may pin on 2 ranks: give embedding.replicate" in ended.err
 
 
 def test_a_loss_that_is_nan_ends_all_ranks() -> None:
@@ -327,6 +312,7 @@ def test_restarted_ranks_go_on_and_end_in_the_bits_of_an_undisturbed_run() -> No
     assert_same("small", "whole", exact=True)
 
 
+@pytest.mark.slow
 def test_a_restart_leaves_runs_of_other_launches_alone() -> None:
     failing(*EVERY, at=7)
     said = trained(2, given=EVERY, patches=_Fails(None, restarts=1, launch="another"))
@@ -452,6 +438,48 @@ def test_a_place_is_read_from_the_variables_of_torchrun() -> None:
     with pytest.raises(ValueError, match="mpirun has started 3 processes, each"):
         find_place({"OMPI_COMM_WORLD_SIZE": "3"})
     assert find_place(variables | {"OMPI_COMM_WORLD_SIZE": "8"}).size == 8
+
+
+def test_ranks_agree_on_a_name_that_no_start_before_had() -> None:
+    store, names = torch.distributed.HashStore(), set()
+    store.set("hotrow/asks/2", "of a rank that was killed before it had an answer")
+    for _ in range(3):
+        with ThreadPoolExecutor(3) as pool:
+            agreed = list(pool.map(lambda rank: _agreed_name(store, rank, 3), range(3)))
+        assert len(set(agreed)) == 1
+        names |= set(agreed)
+    assert len(names) == 3
+
+
+def test_ranks_that_cannot_be_reached_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    def refuses(address: str) -> Any:
+        raise torch.distributed.DistNetworkError("connection refused\nmore lines")
+
+    monkeypatch.setattr("hotrow.run.ranks.rendezvous", refuses)
+    result = hotrow("train", "run.toml")
+    assert result.exit_code == 5
+    assert result.stderr.startswith("error: rank 1 of 2 cannot reach the others: check that all")
+    assert result.stderr.endswith("torch says: connection refused\n")
+
+
+def test_each_rank_takes_a_gpu_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    places = [Place(4 + local, 8, local, 2) for local in range(2)]
+    assert [RunRanks(place)._take_gpu("cuda") for place in places] == [True, True]
+    assert taken == [0, 1]
+    places = [Place(local, 4, local, 4) for local in range(4)]
+    assert [RunRanks(place)._take_gpu("cuda") for place in places] == [False] * 4  # shared
+    assert taken[2:] == [0, 1, 0, 1]
+    assert not RunRanks(places[0])._take_gpu("cuda:1")
+    assert not RunRanks(places[0])._take_gpu("cpu")
+    assert len(taken) == 6
 
 
 def test_ranks_share_the_cores_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:

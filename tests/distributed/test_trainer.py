@@ -16,8 +16,6 @@ import hotrow
 from click_models import ClickModel, click_batches, trainer_of
 from hotrow.data import ClickBatch
 from hotrow.data.ranks import RankPart
-from hotrow.run import job
-from hotrow.run.config import load
 from hotrow.support.records import EvalRecord
 from rank_processes import run
 
@@ -277,7 +275,6 @@ def refusals(rank: int, world: int) -> list[str]:
         lambda: trainer(wrapped),
         lambda: trainer(lazy),
         lambda: hotrow.graphed(wrapped, loss_fn, None),
-        lambda: job.build(load()),
     ]
     said = []
     for call in calls:
@@ -294,4 +291,3 @@ def test_what_several_ranks_cannot_do_is_refused_in_a_sentence() -> None:
         assert "itself, and the model is wrapped in DistributedDataParallel" in said[0]
         assert "nn.LazyLinear, so ranks cannot start alike" in said[1]
         assert said[2].startswith("hotrow.graphed takes the model without DistributedData")
-        assert said[3].startswith("runs of hotrow's own jobs work on one rank so far")

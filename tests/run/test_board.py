@@ -90,10 +90,11 @@ def test_a_late_loss_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_bytes_sent_to_other_ranks_are_shown(tmp_path: Path) -> None:
-    record = StepRecord(1, 0.5, 8, 0.1, 8, 8, 0, 0, 0, 0, bytes_of_rows=64)
+    record = StepRecord(1, 0.5, 8, 0.1, 8, 8, 0, 0, 0, 0, bytes_of_rows=64, rank_seconds=0.025)
     with TensorBoard(tmp_path, load(overrides=SMALL)) as board:
         board.step(record)
     sent = {tag: values for tag, values in shown(tmp_path).items() if tag.startswith("sent/")}
+    assert sent.pop("sent/waited") == pytest.approx({1: 0.25})
     assert sent == {"sent/ids": {1: 0}, "sent/rows": {1: 64}, "sent/gradients": {1: 0}}
 
 

@@ -13,9 +13,10 @@ import hotrow
 from click_models import ClickModel, click_batches, trainer_of
 from hotrow.data.ranks import RankPart
 from hotrow.run.files import RunWriter, read_run
-from hotrow.run.rank_records import of_all_ranks, rank_records
+from hotrow.run.rank_records import of_all_ranks, rank_records, table_records
 from hotrow.run.tally import Tally
-from hotrow.support.records import RankRecord, Summary
+from hotrow.store.traffic import Traffic
+from hotrow.support.records import RankRecord, Summary, TableRecord
 from rank_processes import run
 from step_records import RANK, RUN, SUMMARY
 
@@ -25,7 +26,12 @@ TRAINED = click_batches(STEPS, ROWS, size=SIZE, last=5)
 HELD_OUT = click_batches(3, ROWS, size=20, last=2)
 
 
-def trained(rank: int, world: int) -> tuple[tuple[RankRecord, ...], Summary, dict[str, int], float]:
+Trained = tuple[
+    tuple[RankRecord, ...], Summary, dict[str, int], float, dict[str, TableRecord], Traffic
+]
+
+
+def trained(rank: int, world: int) -> Trained:
     """Train with an evaluation in between, whose lookups and waiting do not count."""
     named = zip("ab", ROWS, strict=True)
     tables = [hotrow.EmbeddingBagConfig(name, rows, 4, [name]) for name, rows in named]
@@ -42,7 +48,9 @@ def trained(rank: int, world: int) -> tuple[tuple[RankRecord, ...], Summary, dic
             trainer.evaluate([part.cut(batch) for batch in HELD_OUT])
         assert 0 <= record.rank_seconds <= record.seconds
     records = rank_records(trainer)
-    return records, of_all_ranks(tally.summary(), records), embedding.sent_bytes(), waited
+    summary = of_all_ranks(tally.summary(), records)
+    tables, traffic = table_records(trainer), embedding.traffic()
+    return records, summary, embedding.sent_bytes(), waited, tables, traffic
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
@@ -70,7 +78,7 @@ def test_records_add_up_to_the_run(results: Any) -> None:
     # Every row that a rank asks for is served by one, and bytes say how many went to others.
     asked, served = (sum(getattr(x, n) for x in records) for n in ("unique_rows", "served_rows"))
     assert 0 < asked == served < summary.lookups
-    for record, (_, _, sent, waited) in zip(records, results, strict=True):
+    for record, (_, _, sent, waited, *_) in zip(records, results, strict=True):
         assert (record.bytes_of_ids, record.bytes_of_rows, record.bytes_of_grads) == (
             sent["ids"], sent["rows"], sent["grads"],
         )  # fmt: skip
@@ -85,9 +93,22 @@ def test_records_add_up_to_the_run(results: Any) -> None:
     assert summary.hit_rate == pytest.approx(1 - fetched / summary.lookups)
 
 
+def test_tables_add_up_to_the_run(results: Any) -> None:
+    samples = (STEPS - 1) * SIZE + 5
+    tables = results[0][4]
+    assert {name: table.lookups for name, table in tables.items()} == {"a": samples, "b": samples}
+    for *_, others, _ in results:
+        assert others == tables
+    for name, table in tables.items():
+        of_ranks = [traffic.per_table[name] for *_, traffic in results]
+        for count in ("unique_rows", "fetched_rows", "evicted_rows"):
+            assert getattr(table, count) == sum(getattr(x, count) for x in of_ranks)
+        assert 0 < table.fetched_rows <= table.unique_rows < table.lookups
+
+
 def test_one_rank_has_no_record() -> None:
-    records, summary, _, waited = trained(0, 1)
-    assert records == ()
+    records, summary, _, waited, tables, _ = trained(0, 1)
+    assert (records, tables) == ((), {})
     assert summary.bytes_sent == waited == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -144,15 +145,20 @@ def check_settings(team: RunRanks, command: str, config: RunConfig) -> None:
 
 
 def show_warnings_of_others(team: RunRanks, observer: Warner) -> None:
-    """Let the first rank show what only others have warned of."""
+    """Let the first rank show what only others have warned of. Each has numbers of its own."""
     every = [json.loads(text) for text in team.do(lambda: json.dumps(observer.warned))]
     if not team.is_first:
         return
+    shown = {_without_numbers(message) for message in observer.warned}
     for rank, messages in enumerate(every):
         for message in messages:
-            if message not in observer.warned:
+            if _without_numbers(message) not in shown:
                 observer.warn(f"rank {rank}: {message}")
-                observer.warned.append(message)  # once for all ranks
+                shown.add(_without_numbers(message))
+
+
+def _without_numbers(message: str) -> str:
+    return re.sub(r"\d[\d.,]*", "", message)
 
 
 # -- in the process that starts them -------------------------------------------------------

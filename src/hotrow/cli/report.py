@@ -50,6 +50,7 @@ def report(
     The page needs no network and opens from the disk: summary, loss, AUC, samples per second,
     where a step's time goes, hit rate and bytes moved, hit rates by table, fast memory by part, a
     few steps by stages, settings and environment. Of several runs, settings that differ come first.
+    Of a run on several ranks, a table has a row for each rank, and says how evenly they worked.
 
     **Examples**
 

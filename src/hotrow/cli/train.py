@@ -21,7 +21,7 @@ from hotrow.cli._ranks import (
 )
 from hotrow.cli._watch import OtherRank, RunLines, Screen
 from hotrow.run.config import RunConfig, is_data, load
-from hotrow.run.ranks import Place, RunRanks, find_place
+from hotrow.run.ranks import RunRanks, find_place
 from hotrow.run.resume import find_restarted, find_run_to_resume, settings_of
 from hotrow.run.session import Result, refuse_small_batches, train_run
 from hotrow.run.stopping import StopAfterStep
@@ -146,7 +146,7 @@ def train(
         config, folder = _settings(file, settings or (), runs, resume=resume)
         refuse_small_batches(config, count)  # before ranks are started
         if folder is None:
-            _find_folder(config, runs, place, resume=resume)
+            _find_folder(config, runs, RunRanks(), resume=resume)
         words = _words(file, settings or (), runs, trace, (as_json, quiet, resume))
         raise typer.Exit(launch(words, count))
     team = RunRanks(place)
@@ -156,7 +156,7 @@ def train(
         team.check_versions()
         check_settings(team, "hotrow train", config)
         if folder is None:
-            found = team.from_first(lambda: _found(config, runs, place, resume=resume))
+            found = team.from_first(lambda: _found(config, runs, team, resume=resume))
             folder = Path(found) if found else None
         traced = None if trace is None else parse_traced(trace)
         observer: RunLines | Screen | OtherRank = OtherRank()
@@ -221,17 +221,17 @@ def _settings(
     return load(file, overrides=settings), None
 
 
-def _found(config: RunConfig, runs: Path, place: Place, *, resume: bool) -> str:
-    folder = _find_folder(config, runs, place, resume=resume)
+def _found(config: RunConfig, runs: Path, team: RunRanks, *, resume: bool) -> str:
+    folder = _find_folder(config, runs, team, resume=resume)
     return "" if folder is None else str(folder)
 
 
-def _find_folder(config: RunConfig, runs: Path, place: Place, *, resume: bool) -> Path | None:
+def _find_folder(config: RunConfig, runs: Path, team: RunRanks, *, resume: bool) -> Path | None:
     """Return the folder to resume; None: a new run. After a restart it is that of before."""
     if not resume and config.checkpoint.resume == "never":
-        return find_restarted(config, runs, place.launch) if place.restarts else None
+        return find_restarted(config, runs, team.place.launch) if team.restarts else None
     folder = find_run_to_resume(config, runs)
-    if folder is None and resume and not place.restarts:
+    if folder is None and resume and not team.restarts:
         raise ValueError(
             f"there is no checkpoint of a run {config.run.name!r} in {runs} to go on from"
         )

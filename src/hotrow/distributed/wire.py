@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,9 +25,14 @@ class BatchCounts:
     lookups: int = 0
     unique_rows: int = 0  # of owners, itself among them, each once per batch; not of replicas
     served_rows: int = 0  # that ranks, itself among them, asked of this one
+    by_table: Counter[str] = field(default_factory=Counter)  # of `lookups`
 
     def add(self, work: SharedWork) -> None:
-        self.lookups += len(work.looked_up())
+        x, layout = work.lookups, work.group.layout
+        sizes = [high - low for low, high in x.spans] or x.bags_per_feature
+        for feature, size in zip(layout.features, sizes, strict=True):
+            self.by_table[layout.tables[feature.table].name] += size
+        self.lookups += sum(sizes)
         self.unique_rows += sum(work.route.counts)
         self.served_rows += sum(work.received)
 

@@ -50,6 +50,7 @@ class TensorBoard:
             scalars["sent/ids"] = record.bytes_of_ids
             scalars["sent/rows"] = record.bytes_of_rows
             scalars["sent/gradients"] = record.bytes_of_grads
+            scalars["sent/waited"] = record.rank_seconds / record.seconds
         self._add(record.step, scalars)
 
     def evaluation(self, record: EvalRecord) -> None:

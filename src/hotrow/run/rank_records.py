@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import resource
 import sys
@@ -13,7 +14,7 @@ import msgspec
 
 from hotrow.embedding.in_models import collections_in
 from hotrow.run.files import to_json
-from hotrow.support.records import RankRecord, Summary
+from hotrow.support.records import RankRecord, Summary, TableRecord
 from hotrow.training.trainer import Trainer
 
 
@@ -27,6 +28,25 @@ def rank_records(trainer: Trainer[Any]) -> tuple[RankRecord, ...]:
         return ()
     texts = shared.texts(to_json(own_record(trainer)))
     return tuple(msgspec.json.decode(text, type=RankRecord) for text in texts)
+
+
+def table_records(trainer: Trainer[Any]) -> dict[str, TableRecord]:
+    """Return what all ranks together have looked up and moved of each table; none where there is
+    one rank. All ranks call it together."""
+    shared = trainer.shared
+    if shared is None:
+        return {}
+    lookups = shared.lookups_by_table()
+    mine = {
+        name: [lookups[name], x.unique_rows, x.fetched_rows, x.evicted_rows]
+        for collection in collections_in(trainer.model).values()
+        for name, x in collection.traffic().per_table.items()
+    }
+    every = [json.loads(text) for text in shared.texts(json.dumps(mine))]
+    return {
+        name: TableRecord(*map(sum, zip(*(of_rank[name] for of_rank in every), strict=True)))
+        for name in mine
+    }
 
 
 def own_record(trainer: Trainer[Any]) -> RankRecord:

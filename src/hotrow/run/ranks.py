@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from secrets import token_hex
 from typing import Any
 
 import torch
@@ -19,7 +23,8 @@ from hotrow.support.version import __version__
 TORCHRUN = "torchrun --nproc-per-node"
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_OTHERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
-_FAILED = "hotrow/failed"  # a key of the store: how many ranks have failed
+_SECONDS_TO_MEET = 900
+_FAILED = "failed"  # a key of the store: how many ranks have failed
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,28 @@ def _launch(variables: Mapping[str, str]) -> str | None:
     return f"{socket.gethostname()}:{os.getppid()}" if name == "none" else name
 
 
+def _agreed_name(store: Any, rank: int, size: int) -> str:
+    """Return a name that the ranks of this start have in common, and those before a restart had
+    not. The first rank draws it, and answers the others until each has it."""
+    own = token_hex(8)
+    deadline = time.monotonic() + _SECONDS_TO_MEET
+    if rank:
+        store.set(f"hotrow/asks/{rank}", own)
+        store.wait([f"hotrow/answer/{own}"], timedelta(seconds=_SECONDS_TO_MEET))
+        name = str(store.get(f"hotrow/answer/{own}").decode())
+        store.set(f"hotrow/has/{name}/{rank}", "")
+        return name
+    waiting = set(range(1, size))
+    while waiting := {x for x in waiting if not store.check([f"hotrow/has/{own}/{x}"])}:
+        for other in waiting:
+            if store.check([f"hotrow/asks/{other}"]):  # perhaps of before a restart
+                store.set(f"hotrow/answer/{store.get(f'hotrow/asks/{other}').decode()}", own)
+        if time.monotonic() > deadline:
+            raise RankError(f"rank {min(waiting)} did not start within {_SECONDS_TO_MEET:,} s")
+        time.sleep(0.02)
+    return own
+
+
 class RunRanks(Together):
     """The ranks that train one run, or this process alone.
 
@@ -90,6 +117,7 @@ class RunRanks(Together):
         self._ranks: Ranks | None = None
         self._is_owner = False  # of the process group
         self._failed_first: bool | None = None
+        self.restarts = self.place.restarts
         if dist.is_available() and dist.is_initialized():
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
         elif self.size > 1:
@@ -97,8 +125,28 @@ class RunRanks(Together):
 
     def connect(self) -> None:
         """Connect to the store of torchrun's ranks."""
-        if self._is_owner:
-            self._store, _, _ = next(iter(rendezvous("env://")))
+        if not self._is_owner:
+            return
+        with self._meeting():
+            store, _, _ = next(iter(rendezvous("env://")))
+            # It is the same one after a restart, and has what ranks said before.
+            name = _agreed_name(store, self.rank, self.size)
+            self._store = dist.distributed_c10d.PrefixStore(f"hotrow/{name}", store)
+
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """Inside, errors of torch are of ranks that do not come."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, RankError):
+                raise
+            line = (str(error).splitlines() or [""])[0]
+            raise RankError(
+                f"rank {self.rank} of {self.size} cannot reach the others: check that all are "
+                "started, and that MASTER_ADDR, or the endpoint of torchrun, can be reached from "
+                f"each machine. torch says: {line}"
+            ) from error
 
     def open(self, device: str) -> None:
         """Open the process group; every rank gets its GPU. NCCL is used if each has its own."""
@@ -106,18 +154,19 @@ class RunRanks(Together):
             return
         if self._is_owner:
             has_own = self._take_gpu(device)
-            owners = self._compare("gpu", str(int(has_own)))
+            with self._meeting():
+                owners = self._compare("gpu", str(int(has_own)))
             backend = "nccl" if all(x == "1" for x in owners) else "gloo"
-            dist.init_process_group(
-                backend,
-                store=dist.distributed_c10d.PrefixStore("hotrow/group", self._store),
-                rank=self.rank,
-                world_size=self.size,
-            )
+            with self._meeting():
+                dist.init_process_group(
+                    backend, store=self._store, rank=self.rank, world_size=self.size
+                )
         world = dist.group.WORLD
         assert world is not None
         # Groups of their own: rows of the run cross in others.
         self._ranks, self.is_alone = Ranks(world, torch.device("cpu")), False
+        # Launchers of other machines may not count a restart.
+        self.restarts = max(int(x) for x in self.do(lambda: str(self.place.restarts)))
 
     def _take_gpu(self, device: str) -> bool:
         """Make one GPU the current one; return whether no other rank uses it."""
@@ -131,7 +180,7 @@ class RunRanks(Together):
 
     def _compare(self, what: str, text: str) -> list[str]:
         """Return what ranks say before there is a process group."""
-        keys = [f"hotrow/{what}/{rank}" for rank in range(self.size)]
+        keys = [f"{what}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], text)
         return [self._store.get(key).decode() for key in keys]
 
@@ -167,7 +216,7 @@ class RunRanks(Together):
 
     def _is_first_in_store(self) -> bool:
         try:
-            return bool(self._store.add(f"{_FAILED}/{self.place.restarts}", 1) == 1)
+            return bool(self._store.add(_FAILED, 1) == 1)
         except RuntimeError:  # it was that of rank 0, which has ended
             return self.rank == 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -38,7 +38,7 @@ from hotrow.run.job import (
     told_of,
     total_steps,
 )
-from hotrow.run.rank_records import of_all_ranks, rank_records
+from hotrow.run.rank_records import of_all_ranks, rank_records, table_records
 from hotrow.run.ranks import RunRanks
 from hotrow.run.resume import Begun, has_ended, resume
 from hotrow.run.saving import Saved, Saving, not_finite
@@ -124,7 +124,7 @@ def train_run(
         observer.start(job, run.folder)
         if begun.checkpoint is not None:
             observer.tell("resumed", step=job.done, checkpoint=str(begun.checkpoint))
-        if config.run.save:
+        if config.run.save and ranks.is_first:
             _warn_of_little_space(job, run.folder, observer)
         tracing = None
         if traced is not None:
@@ -213,6 +213,7 @@ class Session:
         self._model: Path | None = None
         self._unsaved: list[str] = []
         self._rank_records: tuple[RankRecord, ...] = ()  # gathered when all have trained
+        self._tables: Mapping[str, TableRecord] = {}  # of all ranks; empty: there is one
 
     def run(self, steps: int) -> Result:
         """Train, evaluate, save and compare."""
@@ -278,7 +279,7 @@ class Session:
             verifier.end()
         tally.finish()
         limit = self._limit()
-        if limit is not None and limit.is_to_be_told:
+        if limit is not None and limit.is_to_be_told and self._ranks.is_first:
             self._observer.warn(limit.message)
         if self._has_diverged():
             self._saving.end()  # the last good checkpoint may still be written
@@ -307,6 +308,8 @@ class Session:
         for requests in self._ranks.do(lambda: str(int(self._stop.requests()))):
             self._stop.agree(int(requests))
         self._rank_records = rank_records(self._job.trainer)
+        if self._rank_records:
+            self._tables = table_records(self._job.trainer)
         config, stop, warn = self._config, self._stop, self._observer.warn
         why_not = self._why_no_model()
         outcome = "interrupted" if stop.asked else "finished" if why_not is None else "diverged"
@@ -435,7 +438,8 @@ class Session:
             has_model=self._model is not None,
             system=record_of(job.trainer.system),
             told=told_of(job.trainer.system),
-            tables={
+            tables=self._tables
+            or {
                 name: TableRecord(
                     table.lookups, table.unique_rows, table.fetched_rows, table.evicted_rows
                 )

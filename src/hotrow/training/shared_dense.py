@@ -138,6 +138,10 @@ class SharedDense:
     def _batches(self) -> list[BatchCounts]:
         return [c.exchange.wire.batches for c in self._collections if c.exchange is not None]
 
+    def lookups_by_table(self) -> Counter[str]:
+        """Return how many rows of each table this rank has looked up in training so far."""
+        return sum((x.by_table for x in self._batches), start=Counter())
+
     def served_rows(self) -> int:
         """Return how many rows ranks have asked of this one in training so far."""
         return sum(x.served_rows for x in self._batches)
