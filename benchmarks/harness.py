@@ -292,8 +292,6 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     if path.exists():
         for text in path.read_text(encoding="utf-8").splitlines():
             line = json.loads(text)
-            if "run" not in line:  # of rank_host.py, which writes lines of its own
-                continue
             key = line["run"], line["system"]
             if key not in newest or line["date"] >= newest[key]["date"]:
                 newest[key] = line
