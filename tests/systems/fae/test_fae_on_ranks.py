@@ -93,11 +93,10 @@ def assert_same_decisions(found: dict[str, Any], expected: dict[str, Any]) -> No
 def assert_hot_batches_exchange_gradients_alone(found: dict[str, Any]) -> None:
     steps = list(zip(found["are hot"], found["sent"], strict=True))
     hot, cold = ([sent for is_hot, sent in steps if is_hot is kind] for kind in (True, False))
-    assert hot
-    assert cold
     assert {(ids, rows) for ids, rows, _ in hot} == {(0, 0)}
-    assert all(grads > 0 for _, _, grads in hot)
-    assert all(ids > 0 and rows > 0 for ids, rows, _ in cold)
+    # A small batch may need no row of another rank.
+    assert all(sum(sent[kind] for sent in cold) > len(cold) for kind in range(3))
+    assert sum(grads for _, _, grads in hot) > len(hot) > 0
 
 
 # -- a folder ----------------------------------------------------------------------------
