@@ -415,7 +415,7 @@ def test_a_reader_that_has_gone_does_not_end_a_run(words: tuple[str, ...], folde
     assert (folder / "runs/small/model/manifest.json").exists()
 
 
-@pytest.mark.parametrize("command", ["compare", "size", "evaluate"])
+@pytest.mark.parametrize("command", ["size", "evaluate"])
 @pytest.mark.parametrize("launcher", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"])
 def test_several_ranks_are_refused(command: str, launcher: str) -> None:
     result = hotrow(command, "run.toml", **{launcher: "2"})
