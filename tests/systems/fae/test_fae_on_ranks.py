@@ -234,3 +234,43 @@ def test_what_cannot_be_is_refused_on_all_ranks() -> None:
     assert first == second
     assert first[0].startswith("rank 1 has other data than rank 0: what FAE has counted differs")
     assert "replicate=" in first[1]
+
+
+# -- runs that end early -----------------------------------------------------------------
+
+
+def failing(rank: int, world: int, cold: str) -> None:
+    """The loop of rank 0 fails in the middle of a segment."""
+    trainer = trainer_of(static(), fae(cold=cold, epochs=1))
+    for record in trainer.run(whole(0, STEPS)):
+        if rank == 0 and record.step == 3:
+            raise ValueError("no room on this rank")
+
+
+@pytest.mark.parametrize("cold", ["fetched", pytest.param("hybrid", marks=pytest.mark.slow)])
+def test_an_error_on_one_rank_is_shown_and_ends_the_others(cold: str) -> None:
+    first, second = run(2, failing, cold, expect_errors=True, alone=True)
+    assert "ValueError: no room on this rank" in str(first)
+    assert "lost the others" in str(second)
+
+
+def left(rank: int, world: int, at: int | None) -> tuple[list[int], list[bool]]:
+    """Leave a run after a step, and then train a whole one."""
+    model = static()
+    trainer = trainer_of(model, fae(cold="hybrid", epochs=1))
+    steps, on_host = [], []
+    for record in trainer.run(whole(0, STEPS)):
+        steps.append(record.step)
+        on_host.append(model.embedding.pins.is_on_host)
+        if record.step == at:
+            break
+    steps += [record.step for record in trainer.run(whole(0, STEPS))]
+    return steps, [any(on_host), model.embedding.pins.is_on_host]
+
+
+def test_ranks_leave_a_run_while_the_cpu_trains_and_begin_another() -> None:
+    for steps, (was_on_host, is_on_host) in run(2, left, 2):
+        assert steps == list(range(1, len(steps) + 1))
+        assert len(steps) > 2 + STEPS
+        assert was_on_host
+        assert not is_on_host

@@ -220,6 +220,7 @@ class FAE:
 
     def passes(self, batches: Iterable[Any]) -> Generator[Iterable[Any]]:
         """Yield segments; the trainer trains one before it asks for the next."""
+        self._leave_host()
         sets = self._prepared(batches)
         order = HotColdOrder(sets, rate=self._rate, evaluates=self._test is not None)
         epoch, self._began, self._ended = -1, self._trainer.step, 0
@@ -245,10 +246,12 @@ class FAE:
                         self._rate.note(self._evaluated())
                         self._note_rate()
             self._ended = epoch + 1
+            self._leave_host()
         finally:
             if self._skip is not None:
                 self._skip.close()
-            self._sync(self._embedding.train_in_slots())
+            if self._embedding.ranks is None:  # a rank that has failed must not wait for others
+                self._leave_host()
             self._note(pins_gave_way=self._embedding.pins_version != self._pins_version)
 
     @property
@@ -293,6 +296,10 @@ class FAE:
             by_host = kind == "cold"
             change = self._embedding.train_on_host if by_host else self._embedding.train_in_slots
             self._sync(change())
+
+    def _leave_host(self) -> None:
+        if self._embedding.pins.is_on_host:
+            self._sync(self._embedding.train_in_slots())
 
     def _sync(self, moved: int) -> None:
         self._note(synchronised_bytes=self.record.synchronised_bytes + moved)
@@ -448,19 +455,21 @@ class FAE:
         """Describe the run in sentences."""
         if self._separated is None:
             return "nothing was trained yet"
-        said = _sentences(self.record, is_counted=self._profile is None, cold=self.cold)
-        is_all = self.record.num_hot_rows == sum(x.num_embeddings for x in self._embedding.tables)
-        if self._profile is None and self.record.covered == 1 and not is_all:
-            said.append("every row that was counted is hot: a larger sample may find more")
-        if self.record.pins_gave_way:
-            said.append("pinned rows gave way to batches larger than the first")
+        rows = sum(table.num_embeddings for table in self._embedding.tables)
+        is_counted = self._profile is None
+        said = _sentences(self.record, rows, is_counted=is_counted, cold=self.cold)
         return "; ".join([*said, *self.record.notes])
 
 
-def _sentences(r: FAERecord, *, is_counted: bool, cold: Cold) -> list[str]:
-    """Describe what was chosen, separated and trained."""
+def _sentences(r: FAERecord, num_rows: int, *, is_counted: bool, cold: Cold) -> list[str]:
+    """Describe what was chosen of so many rows, separated and trained."""
     where = f"in {r.counted_samples:,} counted samples" if is_counted else "by a profile"
     served = "none" if math.isnan(r.covered) else f"{r.covered:.1%}"
+    unusual = []
+    if is_counted and r.covered == 1 and r.num_hot_rows < num_rows:
+        unusual.append("every row that was counted is hot: a larger sample may find more")
+    if r.pins_gave_way:
+        unusual.append("pinned rows gave way to batches larger than the first")
     return [
         f"{r.num_hot_rows:,} hot rows ({show_bytes(r.hot_bytes)}) serve {served} of the "
         f"accesses {where}",
@@ -476,6 +485,7 @@ def _sentences(r: FAERecord, *, is_counted: bool, cold: Cold) -> list[str]:
             else "; cold rows were fetched"
         ),
         "rate " + ", ".join(f"{rate:g} % from step {step:,}" for step, rate in r.rates),
+        *unusual,
     ]
 
 
