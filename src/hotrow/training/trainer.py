@@ -133,9 +133,10 @@ class Trainer(Generic[Batch]):
             self._step = GraphedStep(model, loss_fn, dense_optimizer, lanes=lanes, **options)
         self._losses: _Losses | None = None
         self.system = system
+        step = self._step  # not this object, or a cycle of references would keep the rows
         self.whole = WholeBatches(
             RankPart() if self._dense is None else self._dense.rank_part,
-            lambda batch: len(self.labels(batch)),
+            lambda batch: len(step.labels(batch)),
             getattr(system, "take", None),
         )
         if isinstance(system, type) or not (system is None or hasattr(system, "attach")):
