@@ -230,6 +230,7 @@ def test_a_failure_of_all_ranks_is_noted_and_the_others_go_on() -> None:
     assert found["lookahead"]["repetitions"] == 2
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_fails_alone() -> None:
     given = settings("embedding.budget=100")
     said = compare(2, "--strategies", "all-fast,lookahead", "--repeat", "1", *given)
@@ -238,6 +239,7 @@ def test_a_budget_that_is_too_small_fails_alone() -> None:
     assert figures()["all-fast"]["outcome"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_failure_of_one_rank_ends_all_with_what_there_is() -> None:
     words = ("--strategies", "all-fast,failing,lookahead", "--repeat", "1")
     said = compare(2, *words, before=fail_alone, group_timeout=300)  # no rank waits so long

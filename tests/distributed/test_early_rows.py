@@ -184,7 +184,7 @@ def differences(
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_early_rows_are_as_they_are_when_they_are_looked_up(world: int) -> None:
     results = run(world, differences, list(LOOPS), ["lookahead", "scratchpipe"], timeout=120)
     assert not any(results), results

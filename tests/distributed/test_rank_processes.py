@@ -158,6 +158,7 @@ def test_expected_errors_stand_beside_results() -> None:
     assert "rank_processes.py" in first.traceback
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_stopped_with_its_stack() -> None:
     first, second = run(2, hanging, timeout=1, expect_errors=True)
     assert first == 0

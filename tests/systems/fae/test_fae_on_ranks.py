@@ -153,6 +153,7 @@ def cannot_write(rank: int, world: int, folder: Path) -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 def test_a_folder_that_the_first_rank_cannot_write_raises_on_all(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     first, second = run(2, cannot_write, tmp_path / "file" / "sets", group_timeout=20)

@@ -149,6 +149,7 @@ def refusals(rank: int, world: int) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_what_cannot_be_split_is_refused_on_all_ranks() -> None:
     first, second = run(2, refusals, group_timeout=20)
     assert first == second
