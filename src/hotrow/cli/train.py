@@ -229,7 +229,7 @@ def _found(config: RunConfig, runs: Path, team: RunRanks, *, resume: bool) -> st
 def _find_folder(config: RunConfig, runs: Path, team: RunRanks, *, resume: bool) -> Path | None:
     """Return the folder to resume; None: a new run. After a restart it is that of before."""
     if not resume and config.checkpoint.resume == "never":
-        return find_restarted(config, runs, team.place.launch) if team.restarts else None
+        return find_restarted(config, runs, team.launch) if team.restarts else None
     folder = find_run_to_resume(config, runs)
     if folder is None and resume and not team.restarts:
         raise ValueError(
