@@ -32,10 +32,12 @@ from hotrow.run.config import RunConfig, RunSection
 from hotrow.run.ranks import REPORTS, Place, RunRanks
 from hotrow.run.stopping import leave_closed_terminal
 from hotrow.support.files import Disk
+from hotrow.support.messages import many
 from hotrow.support.toml import flat
 
 _SENTENCES = (ValueError, OSError, RankError, CorruptRows)  # whose text says enough
 _MOST = 1024
+_MOST_WARNINGS = 3  # of ranks that show nothing themselves
 _LAUNCHER = "HOTROW_RANK_LAUNCHER"  # set by `launch`: its process id
 _PR_SET_PDEATHSIG = 1  # of Linux: a signal to this process when its parent ends
 _SECONDS_TO_STOP = 10.0  # after a second signal; a rank that waits for another one hears none
@@ -159,20 +161,27 @@ def check_settings(team: RunRanks, command: str, config: RunConfig) -> None:
 
 
 def show_warnings_of_others(team: RunRanks, observer: Warner) -> None:
-    """Let the first rank show what only others have warned of. Each has numbers of its own."""
+    """Let the first rank show what only others have warned of, but not all. Each has numbers of its
+    own."""
     every = [json.loads(text) for text in team.do(lambda: json.dumps(observer.warned))]
     if not team.is_first:
         return
     shown = {_without_numbers(message) for message in observer.warned}
+    others: dict[str, str] = {}
     for rank, messages in enumerate(every):
         for message in messages:
-            if _without_numbers(message) not in shown:
-                observer.warn(f"rank {rank}: {message}")
-                shown.add(_without_numbers(message))
+            kind = _without_numbers(message)
+            if kind not in shown:
+                others.setdefault(kind, f"rank {rank}: {message}")
+    for message in list(others.values())[:_MOST_WARNINGS]:
+        observer.warn(message)
+    if (more := len(others) - _MOST_WARNINGS) > 0:
+        observer.warn(f"other ranks have {many(more, 'more warning')}")
 
 
 def _without_numbers(message: str) -> str:
-    return re.sub(r"\d[\d.,]*", "", message)
+    """Return what kind of warning it is."""
+    return re.sub(r"\d[\d.,]*( ?(%|[KMGTP]iB|B\b|ms\b|s\b))?", "", message)
 
 
 # -- in the process that starts them -------------------------------------------------------
