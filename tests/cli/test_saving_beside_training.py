@@ -88,9 +88,10 @@ def test_a_wait_is_warned_of_and_recorded(monkeypatch: pytest.MonkeyPatch) -> No
     assert 0 < saving["pause_seconds"] < saving["seconds"]
 
 
+@pytest.mark.parametrize("background", ["true", "false"])
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_lost_ranks_are_no_mistake_and_the_newest_whole_checkpoint_is_named(
-    is_whole: bool, monkeypatch: pytest.MonkeyPatch
+    is_whole: bool, background: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = Prepared.write
 
@@ -102,11 +103,11 @@ def test_lost_ranks_are_no_mistake_and_the_newest_whole_checkpoint_is_named(
         raise RankError("rank 0 of 2 lost the others")
 
     monkeypatch.setattr(Prepared, "write", written)
-    result = train()
+    result = train(f"checkpoint.background={background}")
     assert isinstance(result.exception, RankError)
     assert "mistake" not in result.output
     is_said = "step 12 was not saved: ranks were lost while it was written; " in result.output
-    assert is_said != is_whole
+    assert is_said == (background == "true" and not is_whole)
     step = 12 if is_whole else 6
     assert f"the checkpoint of step {step} is whole" in result.output
     assert Path("runs/small/checkpoints/latest").read_text().endswith(f"step-{step}")

@@ -172,7 +172,11 @@ class Saving:
             "dense_optimizer": self._job.dense_optimizer,
         }
         if not background:
-            folder = save_checkpoint(self.root, self._job.model, **options)
+            try:
+                folder = save_checkpoint(self.root, self._job.model, **options)
+            except RankError:
+                self._note_whole(step, pause=perf_counter() - begun)
+                raise
             seconds = perf_counter() - begun
             self._note(Saved(folder, step, seconds, seconds))
             return
@@ -266,17 +270,21 @@ class Saving:
         self._warn(f"{message}. Training goes on" if may_stop else message)
 
     def _lost_ranks(self, save: Save, error: RankError, *, may_stop: bool) -> None:
-        """Say what is on the disk: it may be whole, though ranks could not be told."""
-        latest = latest_in(self.root)
-        if latest is not None and step_of(latest.name) == save.step:
-            self._note(Saved(latest, save.step, save.pause + save.seconds, save.pause))
-        else:
+        if not self._note_whole(save.step, save.pause, save.seconds):
             self._warn(
                 f"the checkpoint of step {save.step:,} was not saved: ranks were lost while it was "
                 f"written; {self._kept()}"
             )
         if may_stop:
             raise error
+
+    def _note_whole(self, step: int, pause: float, seconds: float = 0.0) -> bool:
+        """Return whether a checkpoint is whole all the same: ranks may be lost when it is."""
+        latest = latest_in(self.root)
+        is_whole = latest is not None and step_of(latest.name) == step
+        if latest is not None and is_whole:
+            self._note(Saved(latest, step, pause + seconds, pause))
+        return is_whole
 
     def _kept(self) -> str:
         return "there is none yet" if self.last is None else f"{self.last.folder} stays"
