@@ -127,7 +127,7 @@ def test_this_machine_has_no_links_and_is_not_measured(
     for module in ("hotrow.cli.size", "hotrow.cli.simulate"):
         monkeypatch.setattr(f"{module}.machine_of", lambda *given: pytest.fail("is measured"))
     message = refused(*words, "--machine", "this")
-    assert "links between ranks of machine 'this' are not known; name another one with" in message
+    assert "links between ranks of machine 'this' are not known; name another one: h200" in message
 
 
 def test_a_page_has_the_tables(tmp_path: Path) -> None:

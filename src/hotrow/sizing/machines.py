@@ -159,8 +159,8 @@ def check_links(name: str) -> None:
     if name == THIS:
         known = [name for name, other in machines().items() if other.ranks is not None]
         raise ValueError(
-            f"the links between ranks of machine {THIS!r} are not known; name another one with "
-            f"--machine: {', '.join(known)}, or a TOML file that describes one"
+            f"the links between ranks of machine {THIS!r} are not known; name another one: "
+            f"{', '.join(known)}, or a TOML file that describes one"
         )
 
 
