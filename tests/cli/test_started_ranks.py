@@ -57,8 +57,9 @@ class Started:
 def _children_of(pid: int) -> list[int]:
     found = []
     for thread in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (thread / "children").read_text().split()):
-            found += [child, *_children_of(child)]
+        with suppress(OSError):  # the thread has ended since it was listed
+            for child in map(int, (thread / "children").read_text().split()):
+                found += [child, *_children_of(child)]
     return found
 
 
