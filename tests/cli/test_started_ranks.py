@@ -24,6 +24,10 @@ from ranked_runs import RUN_TOML, assert_same
 
 __all__ = ["RUN_TOML"]  # the fixture `folder` writes it
 HOTROW = [sys.executable, "-m", "hotrow"]
+BY_ID = [  # without an endpoint torchrun gives each launch an id of its own
+    "--rdzv-id", "job", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
+    "--local-addr", "localhost",
+]  # fmt: skip
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 ENDLESS = settings("training.epochs=1000000", "checkpoint.every_steps=10", "training.eval_every=99")
 LATEST = Path("runs/small/checkpoints/latest")
@@ -297,13 +301,10 @@ def test_torchrun_shows_a_mistake_once_beside_its_table() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["static", "c10d"])
+@pytest.mark.parametrize("backend", ["default", "c10d"])
 def test_torchrun_restarts_ranks_which_end_in_the_same_bits(backend: str) -> None:
     given = settings("training.steps=600", "training.eval_every=200", "checkpoint.every_steps=30")
-    options = ["--max-restarts", "2", "--rdzv-id", "job"]
-    if backend == "c10d":
-        options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-        options += ["--local-addr", "localhost"]
+    options = ["--max-restarts", "2", *(BY_ID if backend == "c10d" else ())]
     words = [*TORCHRUN, "2", *options, "-m", "hotrow", "train", "run.toml", *given]
     assert ended(*words, *settings("run.name=whole"))[0] == 0
     with starting(*words) as started:
@@ -318,8 +319,8 @@ def test_torchrun_restarts_ranks_which_end_in_the_same_bits(backend: str) -> Non
 @pytest.mark.slow
 def test_a_restart_does_not_take_a_run_of_an_earlier_launch_for_its_own(tmp_path: Path) -> None:
     given = settings("training.steps=20", "checkpoint.every_steps=5")
-    words = [*TORCHRUN, "2", "--max-restarts", "1", "--rdzv-id", "job", "-m", "hotrow", "train"]
-    words += ["run.toml", *given]
+    words = [*TORCHRUN, "2", "--max-restarts", "1", *BY_ID, "-m", "hotrow", "train", "run.toml"]
+    words += given
     assert ended(*words)[0] == 0
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
@@ -334,7 +335,9 @@ def test_a_restart_does_not_take_a_run_of_an_earlier_launch_for_its_own(tmp_path
         code, out, err = started.end()
     assert code == 0, err
     assert "finished after 20 steps" in out
-    assert read_run("runs/small-2").resumed_after == ()
+    record = read_run("runs/small-2")
+    assert record.resumed_after == ()
+    assert record.environment["launch"].startswith("job/")
 
 
 @pytest.mark.slow
