@@ -120,6 +120,16 @@ def test_a_machine_without_links_is_refused_before_anything_is_planned(tmp_path:
     succeeds(*SIMULATE, *words)  # one rank needs none
 
 
+@pytest.mark.parametrize("words", [["size", "--ranks", "1,2"], [*SIMULATE, "--ranks", "2"]])
+def test_this_machine_has_no_links_and_is_not_measured(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("hotrow.cli.size", "hotrow.cli.simulate"):
+        monkeypatch.setattr(f"{module}.machine_of", lambda *given: pytest.fail("is measured"))
+    message = refused(*words, "--machine", "this")
+    assert "links between ranks of machine 'this' are not known; name another one: h200" in message
+
+
 def test_a_page_has_the_tables(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     path = tmp_path / "ranks.html"

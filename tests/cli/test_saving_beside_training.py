@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 from typer.testing import Result
@@ -15,6 +16,8 @@ from typer.testing import Result
 from commands import SMALL, Faults, events, hotrow, settings
 from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import saved_in
+from hotrow.checkpoint.writing import Prepared
+from hotrow.distributed.ranks import RankError
 from hotrow.run.files import read_run
 from hotrow.run.session import StopAfterStep
 
@@ -83,6 +86,31 @@ def test_a_wait_is_warned_of_and_recorded(monkeypatch: pytest.MonkeyPatch) -> No
     assert saving["saved"] == len(checkpoints) == 10
     assert saving["waited_seconds"] > 0
     assert 0 < saving["pause_seconds"] < saving["seconds"]
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_lost_ranks_are_no_mistake_and_the_newest_whole_checkpoint_is_named(
+    is_whole: bool, background: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Prepared.write
+
+    def written(self: Prepared, *given: Any) -> Path:
+        if self.step != 12:
+            return write(self, *given)
+        if is_whole:
+            write(self, *given)
+        raise RankError("rank 0 of 2 lost the others")
+
+    monkeypatch.setattr(Prepared, "write", written)
+    result = train(f"checkpoint.background={background}")
+    assert isinstance(result.exception, RankError)
+    assert "mistake" not in result.output
+    is_said = "step 12 was not saved: ranks were lost while it was written; " in result.output
+    assert is_said == (background == "true" and not is_whole)
+    step = 12 if is_whole else 6
+    assert f"the checkpoint of step {step} is whole" in result.output
+    assert Path("runs/small/checkpoints/latest").read_text().endswith(f"step-{step}")
 
 
 def test_a_bug_in_the_thread_stops_the_run_and_says_so(faults: Faults) -> None:

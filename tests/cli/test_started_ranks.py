@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,10 @@ from ranked_runs import RUN_TOML, assert_same
 
 __all__ = ["RUN_TOML"]  # the fixture `folder` writes it
 HOTROW = [sys.executable, "-m", "hotrow"]
+BY_ID = [  # without an endpoint torchrun gives each launch an id of its own
+    "--rdzv-id", "job", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
+    "--local-addr", "localhost",
+]  # fmt: skip
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 ENDLESS = settings("training.epochs=1000000", "checkpoint.every_steps=10", "training.eval_every=99")
 LATEST = Path("runs/small/checkpoints/latest")
@@ -57,8 +61,9 @@ class Started:
 def _children_of(pid: int) -> list[int]:
     found = []
     for thread in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (thread / "children").read_text().split()):
-            found += [child, *_children_of(child)]
+        with suppress(OSError):  # the thread has ended since it was listed
+            for child in map(int, (thread / "children").read_text().split()):
+                found += [child, *_children_of(child)]
     return found
 
 
@@ -175,6 +180,7 @@ def test_a_signal_to_the_launcher_stops_all_ranks(number: str, times: int, code:
     if times == 1:
         assert err.count("stopping after this step") == 1
         assert "checkpoint of step" in err
+        assert "hotrow train runs/small --resume --ranks 2 continues from it" in err
         assert read_run("runs/small").outcome == "interrupted"
         assert out.count("interrupted after") == 1
     else:
@@ -182,11 +188,92 @@ def test_a_signal_to_the_launcher_stops_all_ranks(number: str, times: int, code:
 
 
 @pytest.mark.slow
+def test_ranks_stop_and_save_when_their_launcher_is_killed() -> None:
+    with starting(*ranks(2, "run.toml", "--quiet", *ENDLESS)) as started:
+        wait_until(LATEST, started)
+        pids = started.pids
+        started.process.kill()
+        try:
+            assert_stopped(pids)
+        finally:
+            kill(pids)
+
+
+def assert_stopped(pids: list[int]) -> None:
+    """Assert that ranks end, and that a checkpoint has the last step of their run."""
+    deadline = time.monotonic() + LONGEST
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    record = read_run("runs/small")
+    assert record.outcome == "interrupted"
+    assert LATEST.read_text().strip().endswith(f"step-{record.summary.steps}")
+    assert Path("runs/small/model/manifest.json").is_file()
+
+
+def is_running(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def kill(pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_terminal_that_closes_stops_ranks_which_save() -> None:
+    master, terminal = os.openpty()
+    words = ranks(2, "run.toml", *ENDLESS)
+    process = subprocess.Popen(  # the terminal's session, which gets SIGHUP when it closes
+        ["setsid", "--ctty", *words], stdin=terminal, stdout=terminal, stderr=terminal
+    )
+    os.close(terminal)
+    started, pids, deadline = Started(process), list[int](), time.monotonic() + LONGEST
+    os.set_blocking(master, False)
+    try:
+        while not LATEST.exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            with suppress(BlockingIOError):
+                os.read(master, 4096)
+            time.sleep(0.02)
+        pids = started.pids
+        assert len(pids) == 2
+        os.close(master)
+        assert process.wait(LONGEST) == 0
+        assert_stopped(pids)
+    finally:
+        if process.poll() is None:
+            pids = [*_children_of(process.pid), process.pid]
+        kill(pids)
+        process.wait()
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_killed_after_the_second_signal() -> None:
+    with starting(*ranks(2, "run.toml", "--quiet", *ENDLESS)) as started:
+        wait_until(LATEST, started)
+        os.kill(started.pids[1], signal.SIGSTOP)
+        begun = time.monotonic()
+        for _ in range(2):
+            started.process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        code, _, err = started.end()
+    assert code == 130, err
+    assert time.monotonic() - begun < 60
+    assert "rank 1 did not stop, and had to be killed" in err or "ranks 0, 1 did not stop" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
 def test_errors_of_ranks_are_shown_once() -> None:
     given = settings("embedding.budget=1KiB")
     code, out, err = ended(*ranks(2, "run.toml", *given))
     assert (code, out) == (2, "")
-    assert err.startswith("error: the budget of 1.0 KiB is too small")
+    assert err.startswith("error: the budget of 1.0 KiB of each rank is too small")
     assert err.count("\n") == 1
 
 
@@ -214,9 +301,11 @@ def test_torchrun_shows_a_mistake_once_beside_its_table() -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_ranks_which_end_in_the_same_bits() -> None:
+@pytest.mark.parametrize("backend", ["default", "c10d"])
+def test_torchrun_restarts_ranks_which_end_in_the_same_bits(backend: str) -> None:
     given = settings("training.steps=600", "training.eval_every=200", "checkpoint.every_steps=30")
-    words = [*TORCHRUN, "2", "--max-restarts", "2", "-m", "hotrow", "train", "run.toml", *given]
+    options = ["--max-restarts", "2", *(BY_ID if backend == "c10d" else ())]
+    words = [*TORCHRUN, "2", *options, "-m", "hotrow", "train", "run.toml", *given]
     assert ended(*words, *settings("run.name=whole"))[0] == 0
     with starting(*words) as started:
         wait_until(LATEST, started)
@@ -225,6 +314,30 @@ def test_torchrun_restarts_ranks_which_end_in_the_same_bits() -> None:
     assert code == 0, err
     assert len(read_run("runs/small").resumed_after) == 1
     assert_same("small", "whole", exact=True)
+
+
+@pytest.mark.slow
+def test_a_restart_does_not_take_a_run_of_an_earlier_launch_for_its_own(tmp_path: Path) -> None:
+    given = settings("training.steps=20", "checkpoint.every_steps=5")
+    words = [*TORCHRUN, "2", "--max-restarts", "1", *BY_ID, "-m", "hotrow", "train", "run.toml"]
+    words += given
+    assert ended(*words)[0] == 0
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('TORCHELASTIC_RESTART_COUNT') == '0':\n"
+        "    import hotrow.run.session as session\n"
+        "    def open_data(config):\n"
+        "        raise ValueError('the fault of a test')\n"
+        "    session.open_data = open_data\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with starting(*words, PYTHONPATH=path) as started:  # its first attempt makes no folder
+        code, out, err = started.end()
+    assert code == 0, err
+    assert "finished after 20 steps" in out
+    record = read_run("runs/small-2")
+    assert record.resumed_after == ()
+    assert record.environment["launch"].startswith("job/")
 
 
 @pytest.mark.slow

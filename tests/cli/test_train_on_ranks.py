@@ -223,6 +223,21 @@ def test_a_stopped_run_is_resumed_by_any_number_of_ranks() -> None:
         assert_same(name, "whole", exact=ranks == 2)
 
 
+def test_parts_of_other_numbers_of_ranks_are_not_compared_with_all_fast() -> None:
+    checked = ("training.check_equality=true",)
+    trained(2, given=checked, patches=signals(signal.SIGTERM, 5))
+    said = trained(1, "runs/small", "--resume", patches=stops_alone)
+    assert "it was trained on 2 ranks, and goes on with 1: results go on up to rounding" in said
+    said = trained(1, "runs/small", "--resume")  # as many as before, and other ones before that
+    assert "goes on with" not in said
+    assert "not compared with all-fast: parts of it were trained on 1 and 2 ranks" in said
+    assert read_run("runs/small").summary.equal_to_all_fast is None
+
+
+def stops_alone(rank: int, patch: pytest.MonkeyPatch) -> None:
+    inject_faults(patch).at_step[9] = lambda job: signal.raise_signal(signal.SIGTERM)
+
+
 def test_ranks_resume_what_one_rank_has_trained(faults: Faults) -> None:
     faults.at_step[5] = lambda job: signal.raise_signal(signal.SIGTERM)
     succeeds("train", "run.toml")

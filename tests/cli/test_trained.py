@@ -17,6 +17,7 @@ import torch
 from torchmetrics.functional.classification import binary_auroc
 
 from commands import SMALL_SETTINGS, hotrow, refused, settings, succeeds
+from hotrow.checkpoint import save_checkpoint
 from hotrow.data.prepared import Prepared
 from hotrow.run.config import CLICK_MODELS, SEQUENCE_MODELS
 from hotrow.run.files import read_run
@@ -230,6 +231,11 @@ def test_a_model_that_is_not_there_or_damaged_is_told() -> None:
     assert "runs/broken/model holds no model" in refused("evaluate", "broken")
     shutil.rmtree(run / "model")
     assert "runs/broken has no model" in refused("evaluate", "broken")
+    save_checkpoint(run / "checkpoints", torch.nn.Linear(1, 1), step=3)
+    assert "Train it again" in refused("evaluate", "broken")  # finished, and not saved
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(record | {"outcome": "failed"}))
+    assert "`hotrow train runs/broken --resume` continues" in refused("evaluate", "broken")
 
 
 @pytest.mark.thinned(3)

@@ -56,7 +56,8 @@ RanksOption = Annotated[
     str | None,
     typer.Option(
         help="Predict so many ranks that share the rows: numbers with commas between, such as "
-        "8,64,1024. data.batch_size is that of each rank.",
+        "8,64,1024. data.batch_size is that of each rank here, and of all ranks in hotrow train. "
+        "hotrow size needs --machine, too: the links of this machine are not known.",
         show_default="one rank",
     ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,14 +29,18 @@ from hotrow.cli._process import INTERRUPTED, LOST_RANK, USER_ERROR
 from hotrow.distributed.ranks import RankError
 from hotrow.embedding.row_verifier import CorruptRows
 from hotrow.run.config import RunConfig, RunSection
-from hotrow.run.ranks import Place, RunRanks
+from hotrow.run.ranks import REPORTS, Place, RunRanks
+from hotrow.run.stopping import leave_closed_terminal
 from hotrow.support.files import Disk
+from hotrow.support.messages import many
 from hotrow.support.toml import flat
 
-# Set by `launch`: the folder in which ranks leave their process ids, and how they have ended.
-_REPORTS = "HOTROW_RANK_REPORTS"
 _SENTENCES = (ValueError, OSError, RankError, CorruptRows)  # whose text says enough
 _MOST = 1024
+_MOST_WARNINGS = 3  # of ranks that show nothing themselves
+_LAUNCHER = "HOTROW_RANK_LAUNCHER"  # set by `launch`: its process id
+_PR_SET_PDEATHSIG = 1  # of Linux: a signal to this process when its parent ends
+_SECONDS_TO_STOP = 10.0  # after a second signal; a rank that waits for another one hears none
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ def share_cores(run: RunSection, place: Place, variables: Mapping[str, str] = os
         torch.set_num_threads(run.threads)
         return
     given = variables.get("OMP_NUM_THREADS")
-    is_of_torchrun = given == "1" and _REPORTS not in variables and "RANK" in variables
+    is_of_torchrun = given == "1" and REPORTS not in variables and "RANK" in variables
     if given is None or is_of_torchrun:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_size))
 
@@ -68,11 +74,13 @@ def ending_together(ranks: RunRanks) -> Iterator[None]:
     """Inside, a rank trains with the others. An error is shown by the first rank that has one; the
     others are silent."""
     if ranks.size == 1:
+        ranks.connect()
         yield
         return
-    reports = os.environ.get(_REPORTS)
+    reports = os.environ.get(REPORTS)
     if reports is not None:
         Disk(Path(reports)).write(f"{ranks.rank}.pid", [str(os.getpid()).encode()])
+        _end_with_launcher()
     try:
         ranks.connect()
         yield
@@ -96,6 +104,14 @@ def ending_together(ranks: RunRanks) -> Iterator[None]:
             raise typer.Exit(end.code) from error
         raise
     _report(reports, ranks.rank, _End(0))
+
+
+def _end_with_launcher() -> None:
+    """Let this rank get SIGTERM when the launcher ends: it then stops after a step, and saves."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+        if str(os.getppid()) != os.environ.get(_LAUNCHER):  # it has ended before
+            signal.raise_signal(signal.SIGTERM)
 
 
 def _end_of(error: BaseException, ranks: RunRanks) -> _End:
@@ -145,20 +161,27 @@ def check_settings(team: RunRanks, command: str, config: RunConfig) -> None:
 
 
 def show_warnings_of_others(team: RunRanks, observer: Warner) -> None:
-    """Let the first rank show what only others have warned of. Each has numbers of its own."""
+    """Let the first rank show what only others have warned of, but not all. Each has numbers of its
+    own."""
     every = [json.loads(text) for text in team.do(lambda: json.dumps(observer.warned))]
     if not team.is_first:
         return
     shown = {_without_numbers(message) for message in observer.warned}
+    others: dict[str, str] = {}
     for rank, messages in enumerate(every):
         for message in messages:
-            if _without_numbers(message) not in shown:
-                observer.warn(f"rank {rank}: {message}")
-                shown.add(_without_numbers(message))
+            kind = _without_numbers(message)
+            if kind not in shown:
+                others.setdefault(kind, f"rank {rank}: {message}")
+    for message in list(others.values())[:_MOST_WARNINGS]:
+        observer.warn(message)
+    if (more := len(others) - _MOST_WARNINGS) > 0:
+        observer.warn(f"other ranks have {many(more, 'more warning')}")
 
 
 def _without_numbers(message: str) -> str:
-    return re.sub(r"\d[\d.,]*", "", message)
+    """Return what kind of warning it is."""
+    return re.sub(r"\d[\d.,]*( ?(%|[KMGTP]iB|B\b|ms\b|s\b))?", "", message)
 
 
 # -- in the process that starts them -------------------------------------------------------
@@ -195,16 +218,19 @@ def launch(words: Sequence[str], ranks: int) -> int:
             local_addr="localhost",
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=str(reports / "torch")),
-            signals_to_handle="SIGHUP",  # `_Forwarding` has the others
+            signals_to_handle="",  # `_Forwarding` has them
         )
         failures: Mapping[int, Any] = {}
-        variables = {_REPORTS: folder, **_network()}
+        variables = {REPORTS: folder, _LAUNCHER: str(os.getpid()), **_network()}
         with _variables(variables), _without_log(), _Forwarding(reports, ranks) as signals:
             try:
                 elastic_launch(config, sys.executable)("-m", "hotrow", *words)
             except ChildFailedError as error:
                 failures = error.failures
         ends = _ends(reports, ranks)
+    if killed := [str(rank) for rank in sorted(signals.killed) if rank not in ends]:
+        ranks_have = "rank" if len(killed) == 1 else "ranks"
+        typer.echo(f"{ranks_have} {', '.join(killed)} did not stop, and had to be killed", err=True)
     return _conclude(ends, failures, was_interrupted=signals.received > 1)
 
 
@@ -250,29 +276,47 @@ def _ends(reports: Path, ranks: int) -> dict[int, _End]:
 
 
 class _Forwarding:
-    """Passes Ctrl-C and SIGTERM on to the ranks, which have sessions of their own."""
+    """Passes Ctrl-C and SIGTERM on to the ranks, which have sessions of their own; SIGHUP of a
+    closed terminal as SIGTERM. After a second signal ranks have some seconds, after a third none.
+    """
 
-    _signals = (signal.SIGINT, signal.SIGTERM)
+    _signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self, reports: Path, ranks: int) -> None:
         self.received = 0
+        self.killed: set[int] = set()  # ranks
         self._reports, self._ranks = reports, ranks
+        self._timer = threading.Timer(_SECONDS_TO_STOP, self._send, [signal.SIGKILL])
+        self._timer.daemon = True
 
     def __enter__(self) -> _Forwarding:
-        self._before = [signal.signal(number, self._forward) for number in self._signals]
+        self._before: dict[signal.Signals, Any] = {}
+        for number in self._signals:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
+                self._before[number] = signal.signal(number, self._forward)
         return self
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self.received += 1
-        pids = [int(path.read_text()) for path in self._reports.glob("*.pid")]
-        if len(pids) < self._ranks or self.received > 2:  # torch ends the ranks
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
+            number = signal.SIGTERM
+        if len(list(self._reports.glob("*.pid"))) < self._ranks:  # torch ends those there are
             raise KeyboardInterrupt
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+        self._send(number if self.received < 3 else signal.SIGKILL)
+        if self.received == 2:
+            self._timer.start()
+
+    def _send(self, number: int) -> None:
+        for path in self._reports.glob("*.pid"):
+            with suppress(OSError):  # it has ended
+                os.kill(int(path.read_text()), number)
+                if number == signal.SIGKILL:
+                    self.killed.add(int(path.stem))
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in zip(self._signals, self._before, strict=True):
+        self._timer.cancel()
+        for number, handler in self._before.items():
             signal.signal(number, handler)
 
 

@@ -124,7 +124,7 @@ class Screen:
         if record.memory != self._memory:  # the plans of a GPU grow with the batches
             self._show_memory(record.memory)
         show_parts([facts_table(summary_facts(record))], self._console)
-        how_to_continue = f"; hotrow train {folder} --resume continues from it"
+        how_to_continue = f"; {result.command} continues from it"
         where = "" if saved is None else f"checkpoint of step {saved.step:,} in {saved.folder}"
         where += how_to_continue if where and record.outcome != "finished" else ""
         if self._quiet:

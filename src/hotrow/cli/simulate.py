@@ -30,7 +30,7 @@ from hotrow.cli._output import counting, show
 from hotrow.report.predicted import simulation_document
 from hotrow.report.ranked import ranks_document
 from hotrow.run.config import load
-from hotrow.sizing.machines import THIS, machines
+from hotrow.sizing.machines import THIS, check_links, machines
 from hotrow.study.lookups import OfRun
 from hotrow.study.rank_scaling import Scaling, simulate_ranks
 from hotrow.study.simulation import (
@@ -144,9 +144,11 @@ def simulate(
     - `hotrow simulate run.toml --ranks 8,64,1024 --machine h200 --dense-ms 0.5 --slots 20%`
 
     With `--ranks`, each rank trains `data.batch_size` samples, and slots are those of a rank.
-    Predicted are the bytes between ranks and over the link to the host, the balance of owners,
-    memory, and with `--machine` step times, from links that docs/scale.md describes. Few ranks draw
-    the batches of all; many are computed from how often rows are looked up.
+    (`hotrow train --ranks` divides the batches of `data.batch_size` among ranks: for such a run
+    give the samples of one rank, with `--set data.batch_size=`.) Predicted are the bytes between
+    ranks and over the link to the host, the balance of owners, memory, and with `--machine` step
+    times, from links that docs/scale.md describes. Few ranks draw the batches of all; many are
+    computed from how often rows are looked up.
 
     `hotrow size` searches for the smallest budget that is fast enough.
     """
@@ -158,6 +160,8 @@ def simulate(
     check_html(html)
     needs_ranks(ranks, links=links, replicate=replicate, owners=owners)
     counts = None if ranks is None else read_ranks(ranks)
+    if counts is not None and machine is not None:
+        check_links(machine)
     if links is not None and machine is None:
         raise ValueError("--links belongs to --machine; name one")
     if pin not in ("ranks", "learned"):

@@ -33,7 +33,7 @@ from hotrow.cli._output import counting, show
 from hotrow.report.predicted import advice, size_document
 from hotrow.report.ranked import rank_advice_document
 from hotrow.run.config import load, read_settings
-from hotrow.sizing.machines import THIS, machines
+from hotrow.sizing.machines import THIS, check_links, machines
 from hotrow.study.lookups import OfRun
 from hotrow.study.rank_scaling import Scaling, size_ranks
 from hotrow.study.sizing import DEPTHS, Sizing, machine_of
@@ -110,9 +110,9 @@ def size(
 
     - waits for: what decides how long a step is
 
-    With `--ranks` it proposes the fewest of these ranks whose host memory holds the rows, and the
-    smallest budget of each rank for lookahead with `--reach` of all-fast's speed at that number of
-    ranks. docs/scale.md says what that assumes.
+    With `--ranks`, which needs `--machine`, it proposes the fewest of these ranks whose host memory
+    holds the rows, and the smallest budget of each rank for lookahead with `--reach` of all-fast's
+    speed at that number of ranks. docs/scale.md says what that assumes.
 
     - `hotrow size run.toml --ranks 1,8,64 --machine h200 --dense-ms 0.5`
 
@@ -129,6 +129,8 @@ def size(
     check_html(html)
     needs_ranks(ranks, links=links)
     counts = None if ranks is None else read_ranks(ranks)
+    if counts is not None:
+        check_links(machine)
     if counts is not None and out is not None:
         raise ValueError("--out is for one rank; leave it out with --ranks")
     config = load(file, overrides=settings or ())

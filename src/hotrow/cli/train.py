@@ -55,7 +55,8 @@ def train(
         str | None,
         typer.Option(
             metavar="N",
-            help="Train on N ranks of this machine, which share rows and batches.",
+            help="Train on N ranks of this machine, which share rows and batches; data.batch_size "
+            "is that of all ranks together.",
             show_default="one, or those of torchrun",
         ),
     ] = None,
@@ -131,10 +132,11 @@ def train(
     exchange, insert), write-back, train. The profiler slows those steps down.
 
     **--ranks 2** trains one run on two ranks. Each owns a part of the rows and trains its part of
-    every batch; `embedding.budget` is that of each rank, and `embedding.replicate` the bytes of
-    rows that all of them keep. The first rank shows the run and writes its folder. On GPUs, each
-    rank gets one; ranks share them where there are fewer. Where torchrun restarts ranks, the run
-    goes on from its last checkpoint; any number of ranks may resume it.
+    every batch of `data.batch_size`; `embedding.budget` is that of each rank, and
+    `embedding.replicate` the bytes of rows that all of them keep. The first rank shows the run and
+    writes its folder. On GPUs, each rank gets one; ranks share them where there are fewer. Where
+    torchrun restarts ranks, the run goes on from its last checkpoint; any number of ranks may
+    resume it.
 
     Ctrl-C ends the run after the step under way; its records and the model are kept, with a
     checkpoint, and the exit code is 130. SIGTERM does the same and exits with 0. A loss that
@@ -229,7 +231,7 @@ def _found(config: RunConfig, runs: Path, team: RunRanks, *, resume: bool) -> st
 def _find_folder(config: RunConfig, runs: Path, team: RunRanks, *, resume: bool) -> Path | None:
     """Return the folder to resume; None: a new run. After a restart it is that of before."""
     if not resume and config.checkpoint.resume == "never":
-        return find_restarted(config, runs, team.place.launch) if team.restarts else None
+        return find_restarted(config, runs, team.launch) if team.restarts else None
     folder = find_run_to_resume(config, runs)
     if folder is None and resume and not team.restarts:
         raise ValueError(

@@ -6,6 +6,7 @@ rank that only serves others learns what they do; ranks that do different things
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -255,7 +256,7 @@ class Ranks:
         except RuntimeError as error:
             raise RankError(
                 f"rank {self.rank} of {self.size} lost the others: another rank has ended, or did "
-                f"not answer in time; its own error says why. torch says: {_first_line(error)}"
+                f"not answer in time; its own error says why. torch says: {first_sentence(error)}"
             ) from error
 
     def open_saving(self) -> None:
@@ -354,8 +355,10 @@ class Ranks:
         self.run(Header(Op.SERVE), None)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]
+def first_sentence(error: BaseException) -> str:
+    """Return the first sentence of torch's text; the others say what may be typical."""
+    line = (str(error).splitlines() or [""])[0]
+    return re.split(r"[.!?]\s", line, maxsplit=1)[0].rstrip(".")
 
 
 def _timeout_of(group: dist.ProcessGroup) -> Any:
@@ -399,6 +402,6 @@ def ranks_of(group: Any, device: torch.device) -> Ranks | None:
         except RuntimeError as error:
             raise RankError(
                 "process groups with the other ranks could not be opened: one of them has ended, "
-                f"or builds no collection. torch says: {_first_line(error)}"
+                f"or builds no collection. torch says: {first_sentence(error)}"
             ) from error
     return known[device.type]

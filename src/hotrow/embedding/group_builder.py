@@ -102,6 +102,7 @@ class GroupBuilder:
             num_rows=[layout.num_rows for layout in self.layouts],
             parts=parts,
             buffer_part=buffer_part_of(self._strategy, self._device),
+            whose=" of each rank" if self.owners else "",
         )
 
     def check_free_memory(self, shared: Budget | None) -> None:

@@ -105,10 +105,14 @@ def _refuse_unended(folder: Path) -> None:
         f"{folder} has not ended: it is under way, or was killed"
         + (
             ", and has no checkpoint to go on from: train it again"
-            if latest_in(folder / IN_RUN) is None
+            if not _has_checkpoint(folder)
             else f"; `hotrow train {folder} --resume` continues it"
         )
     )
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    return latest_in(folder / IN_RUN) is not None
 
 
 def _saved(folder: Path, record: RunRecord) -> SavedModel:
@@ -117,6 +121,11 @@ def _saved(folder: Path, record: RunRecord) -> SavedModel:
         raise ValueError(
             f"{folder} has no model: its loss or its weights became NaN or infinite. Train it "
             "again with lower learning rates, training.schedule.warmup_steps or training.clip_norm"
+        )
+    if not place.is_dir() and record.outcome != "finished" and _has_checkpoint(folder):
+        raise ValueError(
+            f"{folder} has no model: it was stopped, or failed. `hotrow train {folder} --resume` "
+            "continues from its last checkpoint"
         )
     if not place.is_dir():
         raise ValueError(

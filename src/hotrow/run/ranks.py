@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from hotrow.checkpoint.together import Together
-from hotrow.distributed.ranks import Channel, RankError, Ranks
+from hotrow.distributed.ranks import Channel, RankError, Ranks, first_sentence
 from hotrow.support.version import __version__
 
 TORCHRUN = "torchrun --nproc-per-node"
@@ -25,6 +25,8 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_OTHERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
 _SECONDS_TO_MEET = 900
 _FAILED = "failed"  # a key of the store: how many ranks have failed
+# Set by `hotrow train --ranks`: the folder in which ranks leave how they have ended.
+REPORTS = "HOTROW_RANK_REPORTS"
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Place:
     restarts: int = 0  # of all ranks, after one of them had failed
     launch: str | None = None  # what all restarts have in common
     is_started: bool = False  # by torchrun, perhaps as the only one
+    is_of_option: bool = False  # started by --ranks
 
 
 def find_place(variables: Mapping[str, str] = os.environ) -> Place:
@@ -67,7 +70,12 @@ def find_place(variables: Mapping[str, str] = os.environ) -> Place:
         restarts=_number(variables, "TORCHELASTIC_RESTART_COUNT", 0),
         launch=_launch(variables),
         is_started="RANK" in variables and "WORLD_SIZE" in variables,
+        is_of_option=REPORTS in variables,
     )
+
+
+def _has_store_of_torchrun() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:
@@ -76,7 +84,8 @@ def _number(variables: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _launch(variables: Mapping[str, str]) -> str | None:
-    """Return what names a launch of torchrun. Without a name of its own, its process does."""
+    """Return what names a launch of torchrun. Without a name of its own, its process does. Another
+    launch may have the same name: see `_name_of_launch`."""
     name = variables.get("TORCHELASTIC_RUN_ID")
     return f"{socket.gethostname()}:{os.getppid()}" if name == "none" else name
 
@@ -103,6 +112,13 @@ def _agreed_name(store: Any, rank: int, size: int) -> str:
     return own
 
 
+def _name_of_launch(store: Any, given: str) -> str:
+    """Return a name that all restarts of one launch have in common, and no other launch has. The
+    first attempt puts it into the store, which stays when torchrun restarts ranks."""
+    drawn = store.compare_set("hotrow/launch", "", f"{given}/{token_hex(8)}")
+    return str(drawn.decode())
+
+
 class RunRanks(Together):
     """The ranks that train one run, or this process alone.
 
@@ -117,21 +133,24 @@ class RunRanks(Together):
         self._ranks: Ranks | None = None
         self._is_owner = False  # of the process group
         self._failed_first: bool | None = None
-        self.restarts = self.place.restarts
+        self.restarts, self.launch = self.place.restarts, self.place.launch
         if dist.is_available() and dist.is_initialized():
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
         elif self.size > 1:
             self._is_owner = True
 
     def connect(self) -> None:
-        """Connect to the store of torchrun's ranks."""
-        if not self._is_owner:
+        """Connect to the store of torchrun's ranks; so does a single one that may be restarted."""
+        is_restarted = self.launch is not None and _has_store_of_torchrun()
+        if not self._is_owner and not (self.size == 1 and is_restarted):
             return
         with self._meeting():
             store, _, _ = next(iter(rendezvous("env://")))
             # It is the same one after a restart, and has what ranks said before.
             name = _agreed_name(store, self.rank, self.size)
             self._store = dist.distributed_c10d.PrefixStore(f"hotrow/{name}", store)
+            if self.launch is not None:
+                self.launch = _name_of_launch(store, self.launch)
 
     @contextmanager
     def _meeting(self) -> Iterator[None]:
@@ -141,11 +160,10 @@ class RunRanks(Together):
         except RuntimeError as error:
             if isinstance(error, RankError):
                 raise
-            line = (str(error).splitlines() or [""])[0]
             raise RankError(
                 f"rank {self.rank} of {self.size} cannot reach the others: check that all are "
                 "started, and that MASTER_ADDR, or the endpoint of torchrun, can be reached from "
-                f"each machine. torch says: {line}"
+                f"each machine. torch says: {first_sentence(error)}"
             ) from error
 
     def open(self, device: str) -> None:
@@ -205,7 +223,12 @@ class RunRanks(Together):
     def facts(self) -> dict[str, Any]:
         """Return what records say of the ranks; of one process nothing."""
         facts: dict[str, Any] = {} if self.size == 1 else {"ranks": self.size}
-        return facts if self.place.launch is None else facts | {"launch": self.place.launch}
+        return facts if self.launch is None else facts | {"launch": self.launch}
+
+    @property
+    def option(self) -> str:
+        """The words with which `hotrow train` starts as many ranks; empty: something else did."""
+        return f" --ranks {self.size}" if self.place.is_of_option else ""
 
     @property
     def failed_first(self) -> bool:

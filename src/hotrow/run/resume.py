@@ -25,7 +25,7 @@ from hotrow.run.source import Description, Samples
 from hotrow.run.strategy_names import find_named
 from hotrow.run.tally import Tally
 from hotrow.support.manifests import in_words
-from hotrow.support.messages import few
+from hotrow.support.messages import few, many
 from hotrow.support.toml import flat
 
 # The settings that decide the bits of a run; all others may change when it is resumed. A folder of
@@ -46,6 +46,7 @@ class Begun:
     started: str
     checkpoint: Path | None = None
     resumed_after: tuple[int, ...] = ()  # steps, with that of this checkpoint
+    ranks: frozenset[int] = frozenset()  # the numbers of ranks that have trained parts of it
 
 
 def find_run_to_resume(config: RunConfig, runs: Path) -> Path | None:
@@ -147,7 +148,7 @@ def resume(
     names = ranks.from_first(lambda: json.dumps([path.name for path in _newest_first(root)]))
     for folder in (root / name for name in json.loads(names)):
         try:
-            return _resume(_open(folder, ranks), config, run, samples, warn)
+            return _resume(_open(folder, ranks), config, run, samples, warn, ranks.size)
         except NewerFormat:
             raise
         except _OtherRun as error:
@@ -183,6 +184,7 @@ def _resume(
     run: Path,
     samples: Samples,
     warn: Callable[[str], None],
+    size: int,  # how many ranks go on
 ) -> Begun:
     step, state = checkpoint.step, _state(checkpoint)
     before = from_settings(state.settings, where=f"the settings of {checkpoint.folder}")
@@ -191,9 +193,17 @@ def _resume(
     checkpoint.check(job.model, {"dense_optimizer": job.dense_optimizer})
     _load(job, checkpoint)
     _warn_of_changes(before, config, warn)
+    saved_by = checkpoint.manifest.ranks
+    if saved_by != size:
+        warn(
+            f"it was trained on {many(saved_by, 'rank')}, and goes on with {size:,}: results go on "
+            "up to rounding"
+        )
     tally = _tally(run, step, warn)
     tally.evaluations = state.evaluations
-    return Begun(job, tally, state.started, checkpoint.folder, (*state.resumed_after, step))
+    after = (*state.resumed_after, step)
+    ranks = frozenset({*state.ranks, saved_by})
+    return Begun(job, tally, state.started, checkpoint.folder, after, ranks)
 
 
 def _state(checkpoint: Checkpoint) -> RunState:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
 
 from hotrow.checkpoint import Save, begin_checkpoint, save_checkpoint
-from hotrow.checkpoint.folder import IN_RUN
+from hotrow.checkpoint.folder import IN_RUN, latest_in, step_of
 from hotrow.checkpoint.parts import dense_state
+from hotrow.distributed.ranks import RankError
 from hotrow.run.config import CheckpointSection
 from hotrow.run.files import FollowedRun, RunWriter, environment
 from hotrow.run.job import Job
@@ -42,6 +43,7 @@ class RunState:
     evaluations: list[EvalRecord]
     environment: dict[str, Any]
     position: Count | None = None  # the next batch; None: as many as steps (earlier versions)
+    ranks: list[int] = field(default_factory=list)  # numbers of ranks that have trained parts of it
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Saving:
         *,
         started: str,
         resumed_after: tuple[int, ...] = (),
+        ranks: Iterable[int] = (),
         last: Saved | None = None,
         warn: Callable[[str], None],
         tell: Callable[..., None],  # `event`, and its facts
@@ -75,6 +78,7 @@ class Saving:
         self._job, self._run, self._tally = job, run, tally
         self._section, self._warn, self._tell = job.config.checkpoint, warn, tell
         self._started, self._resumed_after = started, list(resumed_after)
+        self._ranks = sorted(ranks)
         self._saved_at = monotonic()
         self._under_way: Save | None = None
         self._warned: set[str] = set()
@@ -168,7 +172,11 @@ class Saving:
             "dense_optimizer": self._job.dense_optimizer,
         }
         if not background:
-            folder = save_checkpoint(self.root, self._job.model, **options)
+            try:
+                folder = save_checkpoint(self.root, self._job.model, **options)
+            except RankError:
+                self._note_whole(step, pause=perf_counter() - begun)
+                raise
             seconds = perf_counter() - begun
             self._note(Saved(folder, step, seconds, seconds))
             return
@@ -191,6 +199,7 @@ class Saving:
             evaluations=self._tally.evaluations,
             environment=environment(config.run.device),
             position=position,
+            ranks=self._ranks,
         )
 
     def _wait_for_previous(self, step: int) -> None:
@@ -219,6 +228,9 @@ class Saving:
             folder = save.wait()
         except OSError as error:
             self._failed(save.step, error, may_stop=may_stop)
+            return
+        except RankError as error:
+            self._lost_ranks(save, error, may_stop=may_stop)
             return
         except Exception as error:
             message = (
@@ -256,6 +268,23 @@ class Saving:
         if self._section.on_error == "stop" and may_stop:
             raise OSError(f"{message}. checkpoint.on_error is 'stop'") from error
         self._warn(f"{message}. Training goes on" if may_stop else message)
+
+    def _lost_ranks(self, save: Save, error: RankError, *, may_stop: bool) -> None:
+        if not self._note_whole(save.step, save.pause, save.seconds):
+            self._warn(
+                f"the checkpoint of step {save.step:,} was not saved: ranks were lost while it was "
+                f"written; {self._kept()}"
+            )
+        if may_stop:
+            raise error
+
+    def _note_whole(self, step: int, pause: float, seconds: float = 0.0) -> bool:
+        """Return whether a checkpoint is whole all the same: ranks may be lost when it is."""
+        latest = latest_in(self.root)
+        is_whole = latest is not None and step_of(latest.name) == step
+        if latest is not None and is_whole:
+            self._note(Saved(latest, step, pause + seconds, pause))
+        return is_whole
 
     def _kept(self) -> str:
         return "there is none yet" if self.last is None else f"{self.last.folder} stays"

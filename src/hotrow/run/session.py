@@ -76,6 +76,7 @@ class Result:
     model: Path | None  # where it was saved
     saved: Saved | None  # the last checkpoint
     unsaved: OSError | None  # why the model or the last checkpoint was not saved
+    command: str  # resumes the run
 
 
 def train_run(
@@ -193,10 +194,13 @@ class Session:
         self._job, self._run, self._config = job, run, job.config
         self._board, self._observer, self._stop, self._tracing = board, observer, stop, tracing
         self._tally, self._resumed_after = begun.tally, begun.resumed_after
+        self._all_ranks = begun.ranks | {ranks.size}
+        self._command = f"hotrow train {run.folder} --resume{ranks.option}"
         last = None if begun.checkpoint is None else Saved(begun.checkpoint, job.done)
         self._saving = Saving(
             job, run, self._tally, started=begun.started, resumed_after=self._resumed_after,
-            last=last, warn=observer.warn, tell=observer.tell, is_first=ranks.is_first,
+            ranks=self._all_ranks, last=last, warn=observer.warn, tell=observer.tell,
+            is_first=ranks.is_first,
         )  # fmt: skip
         # One timer decides for all ranks.
         timed = self._saving.request if ranks.is_first else int
@@ -226,12 +230,12 @@ class Session:
             self._outcome = "interrupted"
             saving.abandon()
             if saving.last is not None:
-                raise KeyboardInterrupt(_whole(self._run.folder, saving.last)) from None
+                raise KeyboardInterrupt(_whole(saving.last, self._command)) from None
             raise
         except Exception as error:
             saving.end()
             if saving.last is not None and self._ranks.is_first:
-                self._observer.warn(_how_to_resume(error, self._run.folder, saving.last))
+                self._observer.warn(_how_to_resume(error, saving.last, self._command))
             raise
         finally:
             saving.end()
@@ -242,7 +246,7 @@ class Session:
                 is_saved = self._model is not None
                 saved = f"the model is in {self._model}" if is_saved else "the model was not saved"
                 raise OSError(f"{error}; {saved}") from unsaved
-        return Result(record, self._run.folder, self._model, saving.last, unsaved)
+        return Result(record, self._run.folder, self._model, saving.last, unsaved, self._command)
 
     def _train(self, steps: int) -> None:
         job, tally, training = self._job, self._tally, self._config.training
@@ -366,8 +370,8 @@ class Session:
         )
         if last is not None:
             message += (
-                f"; `hotrow train {self._run.folder} --resume --set checkpoint.strict=false` "
-                f"with such settings continues after step {last.step:,}"
+                f"; `{self._command} --set checkpoint.strict=false` with such settings continues "
+                f"after step {last.step:,}"
             )
         self._observer.warn(message)
 
@@ -383,7 +387,15 @@ class Session:
         return None if name is None else f"{name} holds NaN or infinite values"
 
     def _is_equal_to_all_fast(self) -> bool | None:
-        """Train the same job with all rows in fast memory and compare all bits; None: stopped."""
+        """Train the same job with all rows in fast memory and compare all bits; None: stopped, or
+        other numbers of ranks have trained parts of the run."""
+        if len(self._all_ranks) > 1:
+            numbers = " and ".join(map(str, sorted(self._all_ranks)))
+            self._observer.warn(
+                f"the run is not compared with all-fast: parts of it were trained on {numbers} "
+                "ranks, which differ by rounding"
+            )
+            return None
         losses = self._tally.losses
         reference, tally = build(all_fast(self._config)), Tally()
         reference.trainer.hear(self._stop.requests)
@@ -469,7 +481,7 @@ def _remove(model: Path) -> str:
     return ""
 
 
-def _how_to_resume(error: Exception, folder: Path, saved: Saved) -> str:
+def _how_to_resume(error: Exception, saved: Saved, command: str) -> str:
     if isinstance(error, CorruptRows) and saved.step > error.since:
         text = f"the checkpoint of step {saved.step:,} in {saved.folder} may hold wrong rows"
         before = go_back(saved.folder.parent, error.since)
@@ -477,18 +489,18 @@ def _how_to_resume(error: Exception, folder: Path, saved: Saved) -> str:
             return f"{text}, and there is none of step {error.since:,} or before: train anew"
         return (
             f"{text}: `latest` beside it names {before.name} again, from which "
-            f"`hotrow train {folder} --resume` continues"
+            f"`{command}` continues"
         )
-    text = _whole(folder, saved)
+    text = _whole(saved, command)
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         text += ", also with a smaller embedding.budget"
     return text
 
 
-def _whole(folder: Path, saved: Saved) -> str:
+def _whole(saved: Saved, command: str) -> str:
     return (
-        f"the checkpoint of step {saved.step:,} is whole, in {saved.folder}; "
-        f"`hotrow train {folder} --resume` continues from it"
+        f"the checkpoint of step {saved.step:,} is whole, in {saved.folder}; `{command}` continues "
+        "from it"
     )
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 import sys
 import threading
+from contextlib import suppress
 from enum import IntFlag
 from types import FrameType
 from typing import Any, Self
@@ -16,6 +19,17 @@ class Request(IntFlag):
     INTERRUPT = 1  # stop after this step: Ctrl-C
     TERMINATE = 2  # stop after this step: SIGTERM
     SAVE = 4  # a timed checkpoint is due
+
+
+def leave_closed_terminal() -> None:
+    """Print to nowhere from now on if the terminal was closed: it would raise, and end the run."""
+    for stream in (1, 2):
+        with suppress(OSError):
+            is_device = stat.S_ISCHR(os.fstat(stream).st_mode)
+            if is_device and not os.isatty(stream):  # /dev/null, or a terminal that is gone
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream)
+                os.close(nowhere)
 
 
 class StopAfterStep:
@@ -55,6 +69,7 @@ class StopAfterStep:
         if self.asked or not requests & (Request.INTERRUPT | Request.TERMINATE):
             return
         self.asked, self.to_terminate = True, not requests & Request.INTERRUPT
+        leave_closed_terminal()
         if self._is_first:
             text = "stopping after this step; Ctrl-C again stops at once"
             print(text, file=sys.stderr, flush=True)

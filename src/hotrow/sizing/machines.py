@@ -146,14 +146,22 @@ def find_machine(name: str) -> Machine:
 def between_of(machine: Machine) -> Between:
     """Return how ranks of a machine meet."""
     if machine.ranks is None:
-        known = [name for name, other in machines().items() if other.ranks is not None]
-        remedy = "add a table [NAME.ranks] to its file, in the form of hotrow/sizing/machines.toml"
-        if machine.name == THIS:
-            remedy = f"name another one: {', '.join(known)}, or a TOML file that describes one"
+        check_links(machine.name)
         raise ValueError(
-            f"the links between ranks of machine {machine.name!r} are not known; {remedy}"
+            f"the links between ranks of machine {machine.name!r} are not known; add a table "
+            "[NAME.ranks] to its file, in the form of hotrow/sizing/machines.toml"
         )
     return machine.ranks
+
+
+def check_links(name: str) -> None:
+    """Raise if ranks are asked for on this machine, before it is measured: its links are not."""
+    if name == THIS:
+        known = [name for name, other in machines().items() if other.ranks is not None]
+        raise ValueError(
+            f"the links between ranks of machine {THIS!r} are not known; name another one: "
+            f"{', '.join(known)}, or a TOML file that describes one"
+        )
 
 
 # -- the machine at hand, measured in about a second; benchmarks/ceilings.py takes more care -----

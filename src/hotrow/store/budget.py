@@ -75,6 +75,7 @@ def share_out(
     num_rows: list[int],
     parts: list[float],
     buffer_part: float,
+    whose: str = "",  # such as " of each rank"
 ) -> Budget:
     """Share out slots, buffers and look-ahead ids to width groups within `budget_bytes`.
 
@@ -87,9 +88,9 @@ def share_out(
         all_fast = setting("strategy", "all-fast")
         hint = f"; tables this small need none: {all_fast}" if rows < smallest else ""
         raise ValueError(
-            f"the budget of {show_bytes(budget_bytes, beside=smallest)} is too small; the smallest "
-            f"that works here is {show_bytes(smallest, beside=budget_bytes)} ({smallest:,} bytes)"
-            f"{hint}"
+            f"the budget of {show_bytes(budget_bytes, beside=smallest)}{whose} is too small; the "
+            f"smallest that works here is {show_bytes(smallest, beside=budget_bytes)} "
+            f"({smallest:,} bytes){hint}"
         )
     # Where every row has a slot no row leaves, so there is nothing to look ahead for: a larger
     # budget gives no larger window than tables that fit.

@@ -314,7 +314,8 @@ def simulate_ranks(
     conditions = (
         f"{tables.layout.num_rows:,} rows, {show_bytes(tables.layout.num_rows * tables.row_bytes)} "
         f"with their state; each rank trains {trace.batch_size:,} samples per step, with "
-        f"{facts[0]['lookups']:,.0f} lookups of {facts[0]['unique_rows']:,.0f} different rows"
+        f"{facts[0]['lookups']:,.0f} lookups of {facts[0]['unique_rows']:,.0f} different rows. "
+        "data.batch_size is taken for each rank here; hotrow train --ranks divides it among ranks"
     )
     return facts, conditions, predictor.assumptions()
 
