@@ -23,7 +23,7 @@ from hotrow.checkpoint.saving import Save
 from hotrow.cli._ranks import share_cores
 from hotrow.embedding.row_verifier import CorruptRows, RowVerifier
 from hotrow.run.config import RunSection
-from hotrow.run.files import read_run, read_start
+from hotrow.run.files import read_run, read_start, read_steps
 from hotrow.run.job import Job
 from hotrow.run.ranks import Place, RunRanks, _agreed_name, find_place
 from hotrow.run.saving import Saving
@@ -32,6 +32,7 @@ from ranked_runs import RUN_TOML, assert_same, losses_of
 
 __all__ = ["RUN_TOML"]  # the fixture `folder` writes it
 STEPS = 14  # two epochs of seven batches
+ONE_BY_ONE = ("embedding.depth=0",)  # one rank counts a batch when it is planned
 EVERY = ("checkpoint.every_steps=3",)
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -221,21 +222,56 @@ def test_a_stopped_run_is_resumed_by_any_number_of_ranks() -> None:
             trained(ranks, f"runs/{name}", "--resume")
         assert read_run(f"runs/{name}").resumed_after == (6,)
         assert_same(name, "whole", exact=ranks == 2)
+        assert lookups_of(name) == lookups_of("whole")
+
+
+def lookups_of(run: str) -> int:
+    return read_run(f"runs/{run}").summary.lookups
+
+
+@pytest.mark.slow
+def test_a_run_on_changing_numbers_of_ranks_counts_what_all_have_done(faults: Faults) -> None:
+    succeeds("train", "run.toml", *settings("run.name=whole"))
+    trained(2, patches=signals(signal.SIGTERM, 5))
+    first = read_run("runs/small").summary
+    faults.at_step[9] = lambda job: signal.raise_signal(signal.SIGTERM)
+    succeeds("train", "runs/small", "--resume", *settings(*ONE_BY_ONE))
+    second = read_run("runs/small").summary
+    alone = list(read_steps("runs/small"))[6:]
+    assert second.steps == 9
+    assert second.bytes_sent == first.bytes_sent > 0
+    moved = sum(x.bytes_fetched + x.bytes_evicted for x in alone)
+    assert second.bytes_moved == first.bytes_moved + moved
+    assert second.lookups == first.lookups + sum(x.lookups for x in alone)
+    trained(3, "runs/small", "--resume")
+    run = read_run("runs/small")
+    last, ranks = run.summary, run.ranks
+    assert run.resumed_after == (6, 9)
+    for name in ("bytes_sent", "bytes_moved", "lookups"):
+        since = sum(getattr(x, name) for x in ranks)
+        assert getattr(last, name) == getattr(second, name) + since, name
+    fetched = [(1 - x.hit_rate) * x.lookups for x in (second, last)]
+    since = sum(x.fetched_rows for x in ranks)
+    assert fetched[1] == pytest.approx(fetched[0] + since)
+    assert last.lookups == lookups_of("whole")
 
 
 def test_ranks_resume_what_one_rank_has_trained(faults: Faults) -> None:
     faults.at_step[5] = lambda job: signal.raise_signal(signal.SIGTERM)
-    succeeds("train", "run.toml")
+    succeeds("train", "run.toml", *settings(*ONE_BY_ONE))
     trained(2, "run.toml", "--resume")
     succeeds("train", "run.toml", *settings("run.name=whole"))
     assert read_run("runs/small").resumed_after == (5,)
     assert_same("small", "whole", exact=False)
+    assert lookups_of("small") == lookups_of("whole")
 
 
 def test_ctrl_c_at_one_rank_stops_all() -> None:
     ended = train(2, patches=signals(signal.SIGINT, 5))
     assert [x.code for x in ended] == [130, 130]
     assert len(losses_of("small")) == 6
+    steps = read_steps("runs/small")
+    assert lookups_of("small") == 3 * sum(x.samples for x in steps)
     assert Path("runs/small/model/manifest.json").is_file()
 
 

@@ -147,7 +147,7 @@ def resume(
     names = ranks.from_first(lambda: json.dumps([path.name for path in _newest_first(root)]))
     for folder in (root / name for name in json.loads(names)):
         try:
-            return _resume(_open(folder, ranks), config, run, samples, warn)
+            return _resume(_open(folder, ranks), config, run, samples, warn, ranks)
         except NewerFormat:
             raise
         except _OtherRun as error:
@@ -183,6 +183,7 @@ def _resume(
     run: Path,
     samples: Samples,
     warn: Callable[[str], None],
+    ranks: RunRanks,
 ) -> Begun:
     step, state = checkpoint.step, _state(checkpoint)
     before = from_settings(state.settings, where=f"the settings of {checkpoint.folder}")
@@ -193,6 +194,7 @@ def _resume(
     _warn_of_changes(before, config, warn)
     tally = _tally(run, step, warn)
     tally.evaluations = state.evaluations
+    tally.go_on(state.totals, is_shared=ranks.size > 1)
     return Begun(job, tally, state.started, checkpoint.folder, (*state.resumed_after, step))
 
 

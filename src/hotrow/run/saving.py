@@ -16,11 +16,12 @@ from hotrow.checkpoint.parts import dense_state
 from hotrow.run.config import CheckpointSection
 from hotrow.run.files import FollowedRun, RunWriter, environment
 from hotrow.run.job import Job
+from hotrow.run.rank_records import totals_of
 from hotrow.run.stopping import Request
 from hotrow.run.tally import Tally
 from hotrow.support.files import make_folder
 from hotrow.support.manifests import Count
-from hotrow.support.records import EvalRecord
+from hotrow.support.records import Counts, EvalRecord
 from hotrow.support.units import show_bytes
 
 _SECONDS_TOLD = 1.0  # warn if training waited at least this long; the record has shorter waits
@@ -42,6 +43,7 @@ class RunState:
     evaluations: list[EvalRecord]
     environment: dict[str, Any]
     position: Count | None = None  # the next batch; None: as many as steps (earlier versions)
+    totals: Counts | None = None  # of all ranks; None: one rank's, which records of steps have
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,7 @@ class Saving:
             evaluations=self._tally.evaluations,
             environment=environment(config.run.device),
             position=position,
+            totals=totals_of(self._job.trainer, self._tally),
         )
 
     def _wait_for_previous(self, step: int) -> None:

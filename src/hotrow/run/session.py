@@ -430,6 +430,7 @@ class Session:
                     chunked_batches=traffic.chunked_batches,
                 ),
                 self._rank_records,
+                tally.earlier,
             ),
             evaluations=tuple(tally.evaluations),
             data=job.samples.described(),
