@@ -97,7 +97,10 @@ def test_ranks_train_one_run_with_the_bits_of_all_fast() -> None:
     said = trained(2, given=("training.check_equality=true", "training.verify_every=3"))
     assert "equal to all-fast" in said
     assert "yes, to the bit" in said
-    assert ", on 2 ranks" in said
+    words = " ".join(said.split())
+    assert "1,265 rows (" in words
+    assert ", on 2 ranks; rank 0 owns " in words
+    assert said.count("fast memory") == 1
     assert sorted(x.name for x in Path("runs").iterdir()) == ["small"]
     names = ["model", "run.json", "start.json", "steps.jsonl"]
     assert sorted(x.name for x in Path("runs/small").iterdir()) == names
@@ -136,10 +139,15 @@ def test_replicated_rows_change_no_bit() -> None:
 @pytest.mark.parametrize("strategy", ["hotline", "fae+random-drop"])
 def test_a_system_on_ranks_stops_and_goes_on(strategy: str) -> None:
     given = (f"embedding.strategy={strategy}", "embedding.budget=80%")
-    trained(2, given=given, patches=signals(signal.SIGTERM, 5))
+    said = trained(2, given=given, patches=signals(signal.SIGTERM, 5))
+    assert "at the end, where replicated rows changed since the start" in " ".join(said.split())
     assert read_run("runs/small").outcome == "interrupted"
     trained(2, "runs/small", "--resume")
     record = read_run("runs/small")
+    # Replicas are no slots. One slot is for padding; a row has four numbers, and one of state.
+    assert record.ranks[0].num_slots == record.memory["slots"] // 20 - 1
+    slots, owned = (sum(getattr(x, n) for x in record.ranks) for n in ("num_slots", "owned_rows"))
+    assert record.summary.fast_rows_share == pytest.approx(slots / owned)
     assert record.outcome == "finished"
     assert record.resumed_after == (6,)
     assert record.system

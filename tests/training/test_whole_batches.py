@@ -14,7 +14,7 @@ from hotrow.engine.split_batch import Parted
 from hotrow.inputs.rank_part import RankPart
 from hotrow.systems.hotline.split import Splitter
 from hotrow.training.whole_batches import WholeBatches
-from rank_systems import clicks, model
+from rank_systems import SIZE, clicks, model
 
 ON_HOST = torch.arange(12).view(6, 2)
 ON_DEVICE = ON_HOST.to("meta")  # whose values cannot be read, as if they were on their way
@@ -46,6 +46,7 @@ def test_tensors_of_a_device_are_told_apart_by_their_shapes() -> None:
 def test_a_gpu_that_sorts_a_batch_leaves_the_given_one() -> None:
     embedding = model("static", device="cuda").embedding
     splitter = Splitter({"": embedding}, lambda batch: batch.sparse)
+    embedding.reserve(SIZE)
     hot = embedding.pin_rows({"cat_0": torch.arange(50)})
     splitter.pin({"": hot})
     batch = clicks().batch(0)
