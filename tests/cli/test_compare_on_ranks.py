@@ -127,6 +127,7 @@ def with_little_memory(rank: int, world: int, *words: Any) -> Said:
         return of_rank(rank, world, *words)
 
 
+@pytest.mark.slow
 def test_no_rank_keeps_batches_if_one_has_no_room() -> None:
     words = ["compare", "run.toml", "--out", "out", "--strategies", "all-fast,fae", "--repeat", "1"]
     given = settings("embedding.budget=6KB", "data.samples=320")
