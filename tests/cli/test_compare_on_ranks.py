@@ -120,6 +120,22 @@ def test_figures_are_those_of_all_ranks() -> None:
     assert shared["bytes_per_sample"] == pytest.approx(data / 96)
 
 
+def with_little_memory(rank: int, world: int, *words: Any) -> Said:
+    """Call the command; only the first rank has room for batches."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hotrow.study.compare.available_bytes", lambda: 0 if rank else 1 << 30)
+        return of_rank(rank, world, *words)
+
+
+@pytest.mark.slow
+def test_no_rank_keeps_batches_if_one_has_no_room() -> None:
+    words = ["compare", "run.toml", "--out", "out", "--strategies", "all-fast,fae", "--repeat", "1"]
+    given = settings("embedding.budget=6KB", "data.samples=320")
+    said = run(2, with_little_memory, os.getcwd(), [*words, *given], None)
+    assert [code for code, *_ in said] == [0, 0], said
+    assert [note[:24] for note in record()["notes"]] == ["batches take more than 0"]
+
+
 def test_the_page_and_the_screen_show_what_ranks_did() -> None:
     (_, out, _), _ = compare(2, "--strategies", "all-fast,lru", "--repeat", "1")
     for words in ("for each of 2 ranks", "sent/sample", "Bytes per sample that all ranks"):

@@ -23,7 +23,7 @@ from hotrow.checkpoint.saving import Save
 from hotrow.cli._ranks import share_cores
 from hotrow.embedding.row_verifier import CorruptRows, RowVerifier
 from hotrow.run.config import RunSection
-from hotrow.run.files import read_run, read_start
+from hotrow.run.files import read_run, read_start, read_steps
 from hotrow.run.job import Job
 from hotrow.run.ranks import Place, RunRanks, _agreed_name, find_place
 from hotrow.run.saving import Saving
@@ -32,6 +32,7 @@ from ranked_runs import RUN_TOML, assert_same, losses_of
 
 __all__ = ["RUN_TOML"]  # the fixture `folder` writes it
 STEPS = 14  # two epochs of seven batches
+ONE_BY_ONE = ("embedding.depth=0",)  # one rank counts a batch when it is planned
 EVERY = ("checkpoint.every_steps=3",)
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -96,7 +97,10 @@ def test_ranks_train_one_run_with_the_bits_of_all_fast() -> None:
     said = trained(2, given=("training.check_equality=true", "training.verify_every=3"))
     assert "equal to all-fast" in said
     assert "yes, to the bit" in said
-    assert ", on 2 ranks" in said
+    words = " ".join(said.split())
+    assert "1,265 rows (" in words
+    assert ", on 2 ranks; rank 0 owns " in words
+    assert said.count("fast memory") == 1
     assert sorted(x.name for x in Path("runs").iterdir()) == ["small"]
     names = ["model", "run.json", "start.json", "steps.jsonl"]
     assert sorted(x.name for x in Path("runs/small").iterdir()) == names
@@ -135,10 +139,15 @@ def test_replicated_rows_change_no_bit() -> None:
 @pytest.mark.parametrize("strategy", ["hotline", "fae+random-drop"])
 def test_a_system_on_ranks_stops_and_goes_on(strategy: str) -> None:
     given = (f"embedding.strategy={strategy}", "embedding.budget=80%")
-    trained(2, given=given, patches=signals(signal.SIGTERM, 5))
+    said = trained(2, given=given, patches=signals(signal.SIGTERM, 5))
+    assert "at the end, where replicated rows changed since the start" in " ".join(said.split())
     assert read_run("runs/small").outcome == "interrupted"
     trained(2, "runs/small", "--resume")
     record = read_run("runs/small")
+    # Replicas are no slots. One slot is for padding; a row has four numbers, and one of state.
+    assert record.ranks[0].num_slots == record.memory["slots"] // 20 - 1
+    slots, owned = (sum(getattr(x, n) for x in record.ranks) for n in ("num_slots", "owned_rows"))
+    assert record.summary.fast_rows_share == pytest.approx(slots / owned)
     assert record.outcome == "finished"
     assert record.resumed_after == (6,)
     assert record.system
@@ -221,8 +230,41 @@ def test_a_stopped_run_is_resumed_by_any_number_of_ranks() -> None:
             trained(ranks, f"runs/{name}", "--resume")
         assert read_run(f"runs/{name}").resumed_after == (6,)
         assert_same(name, "whole", exact=ranks == 2)
+        assert lookups_of(name) == lookups_of("whole")
 
 
+def lookups_of(run: str) -> int:
+    return read_run(f"runs/{run}").summary.lookups
+
+
+@pytest.mark.slow
+def test_a_run_on_changing_numbers_of_ranks_counts_what_all_have_done(faults: Faults) -> None:
+    succeeds("train", "run.toml", *settings("run.name=whole"))
+    trained(2, patches=signals(signal.SIGTERM, 5))
+    first = read_run("runs/small").summary
+    faults.at_step[9] = lambda job: signal.raise_signal(signal.SIGTERM)
+    succeeds("train", "runs/small", "--resume", *settings(*ONE_BY_ONE))
+    second = read_run("runs/small").summary
+    alone = list(read_steps("runs/small"))[6:]
+    assert second.steps == 9
+    assert second.bytes_sent == first.bytes_sent > 0
+    moved = sum(x.bytes_fetched + x.bytes_evicted for x in alone)
+    assert second.bytes_moved == first.bytes_moved + moved
+    assert second.lookups == first.lookups + sum(x.lookups for x in alone)
+    trained(3, "runs/small", "--resume")
+    run = read_run("runs/small")
+    last, ranks = run.summary, run.ranks
+    assert run.resumed_after == (6, 9)
+    for name in ("bytes_sent", "bytes_moved", "lookups"):
+        since = sum(getattr(x, name) for x in ranks)
+        assert getattr(last, name) == getattr(second, name) + since, name
+    fetched = [(1 - x.hit_rate) * x.lookups for x in (second, last)]
+    since = sum(x.fetched_rows for x in ranks)
+    assert fetched[1] == pytest.approx(fetched[0] + since)
+    assert last.lookups == lookups_of("whole")
+
+
+@pytest.mark.slow
 def test_parts_of_other_numbers_of_ranks_are_not_compared_with_all_fast() -> None:
     checked = ("training.check_equality=true",)
     trained(2, given=checked, patches=signals(signal.SIGTERM, 5))
@@ -240,17 +282,20 @@ def stops_alone(rank: int, patch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_resume_what_one_rank_has_trained(faults: Faults) -> None:
     faults.at_step[5] = lambda job: signal.raise_signal(signal.SIGTERM)
-    succeeds("train", "run.toml")
+    succeeds("train", "run.toml", *settings(*ONE_BY_ONE))
     trained(2, "run.toml", "--resume")
     succeeds("train", "run.toml", *settings("run.name=whole"))
     assert read_run("runs/small").resumed_after == (5,)
     assert_same("small", "whole", exact=False)
+    assert lookups_of("small") == lookups_of("whole")
 
 
 def test_ctrl_c_at_one_rank_stops_all() -> None:
     ended = train(2, patches=signals(signal.SIGINT, 5))
     assert [x.code for x in ended] == [130, 130]
     assert len(losses_of("small")) == 6
+    steps = read_steps("runs/small")
+    assert lookups_of("small") == 3 * sum(x.samples for x in steps)
     assert Path("runs/small/model/manifest.json").is_file()
 
 

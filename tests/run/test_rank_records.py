@@ -16,7 +16,7 @@ from hotrow.run.files import RunWriter, read_run
 from hotrow.run.rank_records import of_all_ranks, rank_records, table_records
 from hotrow.run.tally import Tally
 from hotrow.store.traffic import Traffic
-from hotrow.support.records import RankRecord, Summary, TableRecord
+from hotrow.support.records import Counts, RankRecord, Summary, TableRecord
 from rank_processes import run
 from step_records import RANK, RUN, SUMMARY
 
@@ -113,11 +113,13 @@ def test_one_rank_has_no_record() -> None:
 
 
 def test_steps_before_a_resume_count_for_all_ranks() -> None:
-    """Rank 0 has counted 100 lookups in the whole run, 60 of them since it was resumed."""
     ranks = [replace(RANK, lookups=60, fetched_rows=6), replace(RANK, lookups=30, fetched_rows=3)]
-    assert of_all_ranks(replace(SUMMARY, lookups=100, hit_rate=0.9), ranks).lookups == 150
-    assert of_all_ranks(replace(SUMMARY, lookups=100, hit_rate=0.9), ranks).hit_rate == 0.9
-    assert of_all_ranks(SUMMARY, ()) == SUMMARY
+    earlier = Counts(lookups=110, fetched_rows=21, rows_moved=50, bytes_moved=70, bytes_sent=9)
+    whole = of_all_ranks(SUMMARY, ranks, earlier)
+    assert (whole.lookups, whole.hit_rate) == (200, 1 - 30 / 200)
+    assert whole.bytes_moved == 70 + 2 * RANK.bytes_moved
+    assert whole.bytes_sent == 9 + 2 * RANK.bytes_sent
+    assert of_all_ranks(SUMMARY, (), earlier) == SUMMARY
 
 
 def test_records_of_ranks_read_back_as_they_were_written(tmp_path: Path) -> None:

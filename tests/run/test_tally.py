@@ -8,8 +8,8 @@ import pytest
 
 from hotrow.cli._watch import RunLines, Screen, progress_facts
 from hotrow.run.tally import STEPS_BEHIND, Tally, limit_of
-from hotrow.support.records import Times
-from step_records import Device, failing_step
+from hotrow.support.records import Counts, Times
+from step_records import STEP, Device, failing_step
 
 
 def test_a_late_loss_is_read_some_steps_later() -> None:
@@ -47,6 +47,33 @@ def test_progress_does_not_wait_for_the_device(capsys: pytest.CaptureFixture[str
     assert math.isnan(tally.loss)
     assert not any("loss" in fact for fact in progress_facts(tally))
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["loss"] is None
+
+
+@pytest.mark.parametrize(("ranks", "was_shared"), [(1, False), (1, True), (2, False)])
+def test_steps_of_other_numbers_of_ranks_do_not_say_what_limits_a_run(
+    ranks: int, was_shared: bool
+) -> None:
+    tally, totals = Tally(), Counts(lookups=9_000, fetched_rows=900, bytes_sent=70)
+    for step in range(1, 41):
+        tally.add(replace(STEP, step=step, rank_seconds=0.009))
+    tally.go_on(totals if was_shared else None, is_shared=ranks > 1)
+    assert tally.earlier == (totals if was_shared else Counts(4_000, 1_000, 40 * 30, 40 * 1_920))
+    limit = limit_of(tally.times(), device="cpu")
+    if ranks == 1 and not was_shared:
+        assert limit is not None  # as before
+        assert limit.part == "ranks"
+        return
+    assert limit is None
+    for step in range(41, 81):
+        tally.add(replace(STEP, step=step, read_seconds=0.006))
+    found = tally.times()
+    assert found is not None
+    assert (found.steps, found.rank_seconds) == (24, 0)
+    assert found.seconds == pytest.approx(24 * STEP.seconds)
+    limit = limit_of(found, device="cpu")
+    assert limit is not None
+    assert limit.part == "loader"
+    assert tally.lookups == tally.earlier.lookups + 4_000
 
 
 def times(

@@ -53,7 +53,7 @@ class Screen:
     def __init__(self, quiet: bool = False) -> None:
         self._console, self._quiet = Console(highlight=False), quiet
         self._memory: Mapping[str, int] = {}
-        self._all_rows = 0
+        self._all_rows, self._is_of_rank = 0, False
         self.warned: list[str] = []
 
     def warn(self, message: str) -> None:
@@ -65,12 +65,21 @@ class Screen:
         self._memory, self._all_rows = embedding.memory(), embedding.bytes_total
         if self._quiet:
             return
+        rows, size, on_ranks = embedding.num_rows, embedding.bytes_total, ""
+        if embedding.ranks is not None:
+            self._is_of_rank = True
+            on_ranks = (
+                f", on {embedding.ranks.size} ranks; rank 0 owns {many(rows, 'row')} "
+                f"({show_bytes(size)}), and memory is that of rank 0"
+            )
+            rows = sum(table.num_embeddings for table in embedding.tables)
+            size = config.row_bytes * rows
         whose = f" of {escape(config.data.folder)}" if config.data.folder is not None else ""
         self._console.print(
             f"[bold]{folder}[/]: {config.model.kind}, "
-            f"{many(len(embedding.tables), 'table')}{whose}, {many(embedding.num_rows, 'row')} "
-            f"({show_bytes(embedding.bytes_total)} with optimizer state), "
-            f"strategy {config.embedding.strategy}{_on_ranks(job)}"
+            f"{many(len(embedding.tables), 'table')}{whose}, {many(rows, 'row')} "
+            f"({show_bytes(size)} with optimizer state), "
+            f"strategy {config.embedding.strategy}{on_ranks}"
         )
         for dim, choice in embedding.fills().items():
             self._console.print(f"rows of width {dim} move {choice}")
@@ -102,15 +111,16 @@ class Screen:
         with bar:
             yield advance
 
-    def _show_memory(self, memory: Mapping[str, int]) -> None:
+    def _show_memory(self, memory: Mapping[str, int], when: str = "") -> None:
         # Without slots no memory is taken before the first batch.
         if any(memory.values()) and not self._quiet:
             rows = [
                 [part, show_bytes(size), f"{size / self._all_rows:.2%}"]
                 for part, size in (*memory.items(), ("total", sum(memory.values())))
             ]
-            table = Table(("part", "bytes", "of all rows"), rows)
-            show_parts([Section("fast memory", [table])], self._console)
+            share = "of its rows" if self._is_of_rank else "of all rows"
+            table = Table(("part", "bytes", share), rows)
+            show_parts([Section(f"fast memory{when}", [table])], self._console)
 
     def tell(self, event: str, **facts: Any) -> None:
         if event == "differs":
@@ -121,8 +131,10 @@ class Screen:
 
     def end(self, result: Result) -> None:
         record, folder, saved = result.record, result.folder, result.saved
-        if record.memory != self._memory:  # the plans of a GPU grow with the batches
-            self._show_memory(record.memory)
+        if record.memory != self._memory:  # plans of a GPU grow, and ranks replicate pinned rows
+            before, now = self._memory, record.memory
+            parts = [x for x in now if now[x] != before.get(x, 0)] or list(before.keys() - now)
+            self._show_memory(now, f" at the end, where {few(parts)} changed since the start")
         show_parts([facts_table(summary_facts(record))], self._console)
         how_to_continue = f"; {result.command} continues from it"
         where = "" if saved is None else f"checkpoint of step {saved.step:,} in {saved.folder}"
@@ -138,11 +150,6 @@ class Screen:
             typer.echo(f"model saved to {result.model}; hotrow evaluate {folder} reads it")
         if where:
             typer.echo(where)
-
-
-def _on_ranks(job: Job) -> str:
-    ranks = job.embedding.ranks
-    return "" if ranks is None else f", on {ranks.size} ranks; rows and memory are those of rank 0"
 
 
 class RunLines(JsonLines):

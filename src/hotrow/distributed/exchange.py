@@ -263,7 +263,6 @@ class Exchange:
             work = by_place.get(place) or _nothing(groups[place], size)
             work.received, work.serial = [counts[place] for counts in theirs], self._serial
             work.inner = groups[place].work_of(numbers[place])
-            self.wire.batches.add(work)
             works.append(work)
         shared = Shared(self._serial, tuple(works))
         if self.is_joined:  # this rank may serve it, also if it leaves its loop early
@@ -312,6 +311,7 @@ class Exchange:
         has_early = headers.all_have(HAS_EARLY)
         every = self.early.arrivals_of(shared.works, has_early=has_early, beside=not waits)
         for work, arrival in zip(shared.works, every, strict=True):
+            self.wire.batches.note(work)  # not before: what is read ahead may never be trained
             work.expect(arrival, version)
             if waits:
                 work.take_arrived()

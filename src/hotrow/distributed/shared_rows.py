@@ -65,6 +65,7 @@ class SharedWork(SortedWork):
         self.received: list[int] = []  # ids that each rank asks for
         self.inner: Any = None  # all of those, as the engine's work
         self.serial = 0  # of the exchange of these ids
+        self.is_counted = False  # among what is trained
         # Rows that are sent before the batch is looked up, and then; None: all of them then.
         self.early: Parted | None = None
         self.late: Parted | None = None

@@ -27,7 +27,11 @@ class BatchCounts:
     served_rows: int = 0  # that ranks, itself among them, asked of this one
     by_table: Counter[str] = field(default_factory=Counter)  # of `lookups`
 
-    def add(self, work: SharedWork) -> None:
+    def note(self, work: SharedWork) -> None:
+        """Count a batch, unless it was counted before: rows that change are sent again."""
+        if work.is_counted:
+            return
+        work.is_counted = True
         x, layout = work.lookups, work.group.layout
         sizes = [high - low for low, high in x.spans] or x.bags_per_feature
         for feature, size in zip(layout.features, sizes, strict=True):

@@ -486,8 +486,8 @@ class EmbeddingBagCollection(TorchSurface):
 
     @property
     def num_slots(self) -> int:
-        """The number of rows that fit into fast memory."""
-        return sum(group.num_slots for group in self.every_group)
+        """The number of rows that fit into fast memory, beside replicas of several ranks."""
+        return self._rows.num_slots
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of fast memory by part."""

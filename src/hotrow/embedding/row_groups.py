@@ -277,6 +277,13 @@ class RowGroups:
         return [*self.groups, *([] if self.inactive is None else self.inactive.groups)]
 
     @property
+    def num_slots(self) -> int:
+        """The slots of both engines, without those of replicas."""
+        replicas = self.groups[len(self.lookup_groups) :]
+        slots = sum(group.num_slots for group in self.every_group)
+        return slots - sum(group.num_slots for group in replicas)
+
+    @property
     def slot_groups(self) -> Sequence[Any]:
         """The groups of the engine that has slots, if there are two; without replicas."""
         if self.inactive is not None and self.inactive.strategy.has_slots:

@@ -29,6 +29,7 @@ class Parted:
     cut: Cut
     holds: Callable[[], bool]  # whether the rows of the first part still stay where they are
     made: Mark | None = None  # when a device has made it; None: it was there before
+    given: Any = None  # the batch whose samples a device has sorted; None: the host did
 
 
 @dataclass(eq=False)

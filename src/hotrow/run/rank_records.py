@@ -7,14 +7,15 @@ import platform
 import resource
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import msgspec
 
 from hotrow.embedding.in_models import collections_in
 from hotrow.run.files import to_json
-from hotrow.support.records import RankRecord, Summary, TableRecord
+from hotrow.run.tally import Tally
+from hotrow.support.records import Counts, RankRecord, Summary, TableRecord
 from hotrow.training.trainer import Trainer
 
 
@@ -75,34 +76,42 @@ def own_record(trainer: Trainer[Any]) -> RankRecord:
     )
 
 
-def of_all_ranks(summary: Summary, ranks: Sequence[RankRecord]) -> Summary:
-    """Return the summary of a run, whose counts are rank 0's own, with those of all ranks.
+def totals_of(trainer: Trainer[Any], tally: Tally) -> Counts | None:
+    """Return what all ranks have counted in the whole run; None: it never had several, and records
+    of steps say it. All ranks call it together, when none trains."""
+    if ranks := rank_records(trainer):
+        return _counts_of(ranks, tally.earlier)
+    return tally.counts if tally.was_shared else None
 
-    Ranks count from the start of their process. Steps that an earlier process has trained are taken
-    to be shared among ranks as those since.
-    """
+
+def of_all_ranks(
+    summary: Summary,
+    ranks: Sequence[RankRecord],
+    earlier: Counts = Counts(),  # noqa: B008
+) -> Summary:
+    """Return the summary of a run, whose counts are rank 0's own, with those of all ranks: what
+    they have counted since their processes started, and all ranks `earlier`."""
     if not ranks:
         return summary
-    fetched = round((1 - summary.hit_rate) * summary.lookups)
-    lookups = _total(summary.lookups, [x.lookups for x in ranks])
-    fetched = _total(fetched, [x.fetched_rows for x in ranks])
+    total = _counts_of(ranks, earlier)
     return replace(
         summary,
-        lookups=lookups,
-        hit_rate=1 - fetched / lookups if lookups else 1.0,
-        bytes_moved=_total(summary.bytes_moved, [x.bytes_moved for x in ranks]),
-        bytes_sent=_total(summary.bytes_sent, [x.bytes_sent for x in ranks]),
+        lookups=total.lookups,
+        hit_rate=total.hit_rate,
+        bytes_moved=total.bytes_moved,
+        bytes_sent=total.bytes_sent,
         fast_rows_share=sum(x.num_slots for x in ranks) / sum(x.owned_rows for x in ranks),
         chunked_batches=max(x.chunked_batches for x in ranks),
     )
 
 
-def _total(of_first: int, counts: Sequence[int]) -> int:
-    """Return the count of all ranks, from that of the first one in the whole run and those of all
-    since their processes started."""
-    earlier = max(0, of_first - counts[0])
-    since = sum(counts)
-    return since + (round(earlier * since / counts[0]) if counts[0] else earlier * len(counts))
+def _counts_of(ranks: Sequence[RankRecord], earlier: Counts) -> Counts:
+    return Counts(
+        **{
+            field.name: sum(getattr(x, field.name) for x in (earlier, *ranks))
+            for field in fields(Counts)
+        }
+    )
 
 
 def _peak_bytes() -> int:

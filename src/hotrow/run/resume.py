@@ -201,6 +201,7 @@ def _resume(
         )
     tally = _tally(run, step, warn)
     tally.evaluations = state.evaluations
+    tally.go_on(state.totals, is_shared=size > 1)
     after = (*state.resumed_after, step)
     ranks = frozenset({*state.ranks, saved_by})
     return Begun(job, tally, state.started, checkpoint.folder, after, ranks)

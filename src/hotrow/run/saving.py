@@ -17,11 +17,12 @@ from hotrow.distributed.ranks import RankError
 from hotrow.run.config import CheckpointSection
 from hotrow.run.files import FollowedRun, RunWriter, environment
 from hotrow.run.job import Job
+from hotrow.run.rank_records import totals_of
 from hotrow.run.stopping import Request
 from hotrow.run.tally import Tally
 from hotrow.support.files import make_folder
 from hotrow.support.manifests import Count
-from hotrow.support.records import EvalRecord
+from hotrow.support.records import Counts, EvalRecord
 from hotrow.support.units import show_bytes
 
 _SECONDS_TOLD = 1.0  # warn if training waited at least this long; the record has shorter waits
@@ -44,6 +45,7 @@ class RunState:
     environment: dict[str, Any]
     position: Count | None = None  # the next batch; None: as many as steps (earlier versions)
     ranks: list[int] = field(default_factory=list)  # numbers of ranks that have trained parts of it
+    totals: Counts | None = None  # of all ranks; None: one rank's, which records of steps have
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,7 @@ class Saving:
             environment=environment(config.run.device),
             position=position,
             ranks=self._ranks,
+            totals=totals_of(self._job.trainer, self._tally),
         )
 
     def _wait_for_previous(self, step: int) -> None:

@@ -442,6 +442,7 @@ class Session:
                     chunked_batches=traffic.chunked_batches,
                 ),
                 self._rank_records,
+                tally.earlier,
             ),
             evaluations=tuple(tally.evaluations),
             data=job.samples.described(),

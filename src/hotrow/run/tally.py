@@ -6,15 +6,24 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
-from hotrow.support.records import EvalRecord, LateStepRecord, Limit, StepRecord, Summary, Times
+from hotrow.support.records import (
+    Counts,
+    EvalRecord,
+    LateStepRecord,
+    Limit,
+    StepRecord,
+    Summary,
+    Times,
+)
 
 _SETTLING = 16  # steps that are not timed: caches are cold, and graphs are captured
 _TIMED = (
     "seconds", "read_seconds", "plan_seconds", "rows_seconds", "chunk_seconds", "rank_seconds",
 )  # fmt: skip
+_COUNTS = tuple(field.name for field in fields(Counts))
 STEPS_BEHIND = 8  # more than a device lags behind the host
 
 
@@ -52,6 +61,28 @@ class Tally:
         self.seconds = 0.0
         self._times = dict.fromkeys(_TIMED, 0.0)
         self._waits, self._waited = 0, 0.0
+        self._untimed = _SETTLING  # first steps
+        # What all ranks had counted before this process went on, and whether there were several.
+        self.earlier, self.was_shared = Counts(), False
+
+    def go_on(self, totals: Counts | None, *, is_shared: bool) -> None:
+        """Go on in a new process, with what all ranks have counted so far; None: what one rank's
+        steps have. `is_shared`: steps are no longer timed as those of before, which other numbers
+        of ranks may have trained."""
+        if totals is not None:
+            self.was_shared = True
+            for name in _COUNTS:
+                setattr(self, name, getattr(totals, name))
+        self.earlier = self.counts
+        if is_shared or self.was_shared:
+            self._untimed = self.steps + _SETTLING
+            self._times = dict.fromkeys(_TIMED, 0.0)
+            self._waits, self._waited = 0, 0.0
+
+    @property
+    def counts(self) -> Counts:
+        """What all ranks had counted before, and this one since."""
+        return Counts(**self.facts(*_COUNTS))
 
     def add(self, record: StepRecord) -> None:
         self.steps += 1
@@ -63,7 +94,7 @@ class Tally:
         self.rows_moved += record.fetched_rows + record.loaded_rows + record.evicted_rows
         self.bytes_moved += record.bytes_fetched + record.bytes_evicted
         self.bytes_sent += record.bytes_sent
-        if self.steps > _SETTLING:
+        if self.steps > self._untimed:
             for name in _TIMED:
                 self._times[name] += getattr(record, name)
             if not math.isnan(record.waited):
@@ -105,9 +136,10 @@ class Tally:
         return self._waited / self._waits if self._waits else math.nan
 
     def times(self) -> Times | None:
-        if self.steps < 2 * _SETTLING:
+        timed = self.steps - self._untimed
+        if timed < _SETTLING:
             return None
-        return Times(self.steps - _SETTLING, **self._times, waited=self.waited)
+        return Times(timed, **self._times, waited=self.waited)
 
     def facts(self, *names: str) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}

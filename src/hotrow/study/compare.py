@@ -385,6 +385,8 @@ class Comparison:
         most, samples = self._most_kept, self._samples
         if most is None:
             most = min(_MOST_KEPT, (available_bytes() or 0) // 8) // self._team.place.local_size
+        # All ranks keep them or none does: FAE shuffles kept batches in another order.
+        most = min(map(int, self._team.do(lambda: str(most))))
         size, batches = 0, list[AnyBatch]()
         for batch in whole_batches(samples.batches(self.steps)):
             size += sum(part.numel() * part.element_size() for part in tensors_in(batch))

@@ -22,6 +22,17 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True)
+class Counts(Counted):
+    """What a run has looked up, moved and sent, on all ranks together."""
+
+    lookups: int = 0
+    fetched_rows: int = 0
+    rows_moved: int = 0
+    bytes_moved: int = 0
+    bytes_sent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StepRecord(Counted):
     """One step. Its rows and bytes moved since the step before, perhaps for later batches; its
     seconds have passed since then, without those that the caller of `run()` took between steps."""

@@ -2,7 +2,9 @@
 
 A system decides from whole batches, and so alike on every rank, without a message. This rank's part
 is cut out just before a batch is planned. A checksum of the whole batch travels with the header
-that opens its step, so that ranks that read different batches raise.
+that opens its step, so that ranks that read different batches raise. It is that of the batch as the
+loader gave it: a device that sorts its samples beside training is not waited for. Where a loader
+gives tensors of a device, ranks compare their types and shapes alone.
 """
 
 from __future__ import annotations
@@ -67,9 +69,15 @@ class WholeBatches:
     def parts(self, batches: Iterable[Any], checksums: deque[int]) -> Iterator[Any]:
         """Yield this rank's parts, and note the checksum of each whole batch."""
         for batch in batches:
-            whole = batch.batch if isinstance(batch, Parted) else batch
-            checksums.append(checksum_of(_tensors_of(whole)))
+            checksums.append(checksum_of(_tensors_of(_as_given(batch)), waits=False))
             yield self.part_of(batch)
+
+
+def _as_given(batch: Any) -> Any:
+    """Return a whole batch as the loader gave it, or as it is trained if that is on the host."""
+    if not isinstance(batch, Parted):
+        return batch
+    return batch.batch if batch.given is None else batch.given
 
 
 def _tensors_of(batch: Any) -> list[Tensor]:

@@ -7,7 +7,7 @@ popular samples is read later, without waiting.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
 
@@ -95,7 +95,8 @@ class Splitter:
 
             def outcome() -> Sorted:
                 total, *counts = sorting.told()
-                return self._sorted(sorting.batch, size, total, counts, sorting.made)
+                result = self._sorted(sorting.batch, size, total, counts, sorting.made)
+                return replace(result, parted=replace(result.parted, given=batch))
 
             return outcome
         where = parts_of(next(iter(features.values())))[0].device
