@@ -24,6 +24,8 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts jobs in the background so, and tests that press Ctrl-C would fail.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup; tests close terminals
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores: more threads than cores makes small operations many times slower.
