@@ -133,7 +133,7 @@ def test_no_rank_keeps_batches_if_one_has_no_room() -> None:
     given = settings("embedding.budget=6KB", "data.samples=320")
     said = run(2, with_little_memory, os.getcwd(), [*words, *given], None)
     assert [code for code, *_ in said] == [0, 0], said
-    assert [note[:24] for note in record()["notes"]] == ["batches take more than 0"]
+    assert "batches take more than 0" in [note[:24] for note in record()["notes"]]
 
 
 def test_the_page_and_the_screen_show_what_ranks_did() -> None:

@@ -19,7 +19,7 @@ from hotrow.cli import _ranks
 from hotrow.cli._ranks import _Forwarding, show_warnings_of_others
 from hotrow.distributed.ranks import first_sentence
 from hotrow.run.ranks import RunRanks, find_place
-from hotrow.run.stopping import leave_closed_terminal
+from hotrow.run.stopping import Request, StopAfterStep, leave_closed_terminal
 
 ALONE = {
     "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1",
@@ -108,6 +108,22 @@ def test_a_closed_terminal_asks_ranks_to_terminate(tmp_path: Path) -> None:
         assert got == [signal.SIGTERM]
     assert signal.getsignal(signal.SIGHUP) == before
     assert forwarding.killed == set()
+
+
+def test_a_rank_takes_the_signals_of_a_killed_launcher_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with StopAfterStep(ranks=2) as stop:
+        for _ in range(3):  # one for each of its threads
+            signal.raise_signal(signal.SIGTERM)
+        assert stop.requests() == Request.TERMINATE
+        monkeypatch.setattr("hotrow.run.stopping._SECONDS_ALIKE", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    with StopAfterStep(ranks=2):  # not of Ctrl-C
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_nohup_stays(tmp_path: Path) -> None:

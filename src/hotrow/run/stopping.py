@@ -7,10 +7,14 @@ import signal
 import stat
 import sys
 import threading
+import time
 from contextlib import suppress
 from enum import IntFlag
 from types import FrameType
 from typing import Any, Self
+
+# The kernel sends SIGTERM to ranks once for every thread of a launcher that was killed.
+_SECONDS_ALIKE = 1.0
 
 
 class Request(IntFlag):
@@ -43,7 +47,7 @@ class StopAfterStep:
 
     def __init__(self, *, ranks: int = 1, is_first: bool = True) -> None:
         self.asked = self.to_terminate = False  # known to all ranks
-        self._received = Request(0)
+        self._received, self._received_at = Request(0), 0.0
         self._is_alone, self._is_first = ranks == 1, is_first
 
     def __enter__(self) -> Self:
@@ -53,9 +57,13 @@ class StopAfterStep:
         return self
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
+        is_termination, now = number == signal.SIGTERM, time.monotonic()
         if self._received:
+            is_repeated = self._received == Request.TERMINATE and is_termination
+            if is_repeated and not self._is_alone and now - self._received_at < _SECONDS_ALIKE:
+                return
             raise KeyboardInterrupt
-        is_termination = number == signal.SIGTERM
+        self._received_at = now
         self._received = Request.TERMINATE if is_termination else Request.INTERRUPT
         if self._is_alone:
             self.agree(self._received)
