@@ -354,6 +354,20 @@ def test_a_process_killed_meanwhile_has_the_one_before(tmp_path: Path) -> None:
     assert not list(root.glob("*.partial"))
 
 
+def test_ctrl_c_while_waiting_ends_the_wait_alone(tmp_path: Path) -> None:
+    loop = Loop()
+    loop.train(0, 2)
+    save = loop.begin(tmp_path, 2)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        save.wait()
+    assert not save.done
+    gate.open_all()
+    assert save.wait() == latest_in(tmp_path)
+    assert files_of(save.wait()) == at_once(tmp_path / "other", 2)
+
+
 @pytest.mark.parametrize("most", [1, 7, 1000])
 @pytest.mark.parametrize("some", [False, True])
 def test_a_snapshot_is_not_changed_by_who_writes(most: int, some: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -16,6 +17,7 @@ from typer.testing import Result
 from commands import SMALL, Faults, events, hotrow, settings
 from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import saved_in
+from hotrow.checkpoint.saving import being_saved
 from hotrow.checkpoint.writing import Prepared
 from hotrow.distributed.ranks import RankError
 from hotrow.run.files import read_run
@@ -42,6 +44,13 @@ def _slow(faults: Faults) -> None:
 
 def train(*given: str) -> Result:
     return hotrow("train", "run.toml", "--json", *settings(*given))
+
+
+def wait_for_the_thread() -> None:
+    """Wait until the thread that an interrupted run has left behind has ended."""
+    save = being_saved[CHECKPOINTS.resolve()]
+    save.join()
+    assert isinstance(save.error, InterruptedError)
 
 
 def saved(run: str) -> dict[str, dict[str, bytes]]:
@@ -150,10 +159,22 @@ def test_a_second_ctrl_c_does_not_wait_for_a_save(
     faults.at_open = stuck
     result = train("checkpoint.log=100%", "data.samples=3200")
     assert result.exit_code == 130, result.output
-    assert not goes_on.is_set()
     goes_on.set()
-    for _ in range(200):
-        if not list(CHECKPOINTS.glob("*.partial")):
-            break
-        time.sleep(0.02)
+    wait_for_the_thread()
+    assert sorted(path.name for path in CHECKPOINTS.iterdir()) == ["00001-step-6", "latest"]
+
+
+def test_ctrl_c_while_a_save_begins_leaves_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, starts = threading.Thread.start, itertools.count(1)
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "hotrow-checkpoint" and next(starts) == 2:
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    result = train("checkpoint.log=100%")
+    assert result.exit_code == 130, result.output
+    wait_for_the_thread()
     assert sorted(path.name for path in CHECKPOINTS.iterdir()) == ["00001-step-6", "latest"]

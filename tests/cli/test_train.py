@@ -27,6 +27,7 @@ from hotrow.checkpoint import SavedModel
 from hotrow.cli import _in_plain_words
 from hotrow.cli._process import refuse_ranks
 from hotrow.cli._watch import Screen, summary_facts
+from hotrow.embedding.pipeline import Pipeline
 from hotrow.run.config import load
 from hotrow.run.files import read_run, read_steps
 from hotrow.run.job import Job, build, same_bits
@@ -227,6 +228,43 @@ def test_ctrl_c_keeps_what_was_done(faults: Faults, times: int) -> None:
         assert stopped.trainer.step == 3
         weights, saved = job.model.state_dict(), stopped.model.state_dict()
         assert all(same_bits(weights[key], saved[key]) for key in weights)
+
+
+class Dying:
+    """Interrupts in its finalizer, where Python loses what a handler raises."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_second_ctrl_c_that_python_loses_ends_the_run(faults: Faults) -> None:
+    def interrupt(job: Job) -> None:
+        signal.raise_signal(signal.SIGINT)
+        Dying()
+
+    faults.at_step[3] = interrupt
+    train(code=130)
+    assert not Path("runs/small/model").exists()
+
+
+def test_a_second_ctrl_c_at_the_end_of_a_pass_is_raised(
+    faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave = Pipeline.leave
+
+    def interrupted(pipeline: Pipeline, *given: Any, **options: Any) -> None:
+        leave(pipeline, *given, **options)
+        if pressed:
+            pressed.clear()
+            signal.raise_signal(signal.SIGINT)
+
+    pressed: list[int] = []
+    monkeypatch.setattr(Pipeline, "leave", interrupted)
+    faults.at_step[3] = lambda job: pressed.append(signal.raise_signal(signal.SIGINT) or 3)
+    train(code=130)
+    assert not pressed
+    assert not Path("runs/small/model").exists()
 
 
 def test_a_full_disk_loses_the_model_and_not_the_record(faults: Faults) -> None:

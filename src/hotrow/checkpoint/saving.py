@@ -39,6 +39,7 @@ from hotrow.distributed.ranks import RankError
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.store.snapshot import Snapshot, Waits
 from hotrow.support.files import Disk
+from hotrow.support.interrupts import uninterrupted
 from hotrow.support.messages import warn
 from hotrow.support.numbers import whole
 from hotrow.support.progress import bytes_bar
@@ -253,7 +254,9 @@ class Save:
         self.error: BaseException | None = None
         self._path: Path | None = None
         self._is_reported, self._stop = False, threading.Event()
-        self._thread: threading.Thread | None = None
+        # Set: no thread writes it. A thread that Ctrl-C stops from being joined looks ended (3.11).
+        self._ended, self._process = threading.Event(), os.getpid()
+        self._ended.set()
         self._waits: list[Waits] = []
 
     @property
@@ -264,7 +267,7 @@ class Save:
     @property
     def done(self) -> bool:
         """Whether `wait()` returns, or raises, at once."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._ended.is_set() or os.getpid() != self._process  # forks have no such thread
 
     def wait(self) -> Path:
         """Return its folder when all of it is on the disk; raise the error of a failed save."""
@@ -279,8 +282,7 @@ class Save:
     def join(self) -> None:
         """Wait until it is written or has failed; raise nothing."""
         while not self.done:
-            assert self._thread is not None
-            self._thread.join(0.5)  # not for ever: Ctrl-C would wait as long
+            self._ended.wait(0.5)  # not for ever: Ctrl-C would wait as long
 
     def abandon(self) -> None:
         """Stop it, and remove what was written so far."""
@@ -307,17 +309,19 @@ class Save:
         thread = threading.Thread(
             target=self._run, args=(prepared,), name="hotrow-checkpoint", daemon=True
         )
-        try:
-            thread.start()
-        except BaseException:
-            prepared.end_snapshots()
-            prepared.drop()
-            raise
-        self._thread = thread
-        being_saved[prepared.root.resolve()] = self
-        for collection in prepared.collections:
-            collection.row_access.being_saved = self
-        atexit.register(self._at_exit)
+        with uninterrupted():  # else it may run, and nobody waits for it or can abandon it
+            self._ended.clear()
+            try:
+                thread.start()
+            except BaseException:
+                self._ended.set()
+                prepared.end_snapshots()
+                prepared.drop()
+                raise
+            being_saved[prepared.root.resolve()] = self
+            for collection in prepared.collections:
+                collection.row_access.being_saved = self
+            atexit.register(self._at_exit)
 
     def _run(self, prepared: Prepared) -> None:
         _lower_priority()
@@ -332,6 +336,7 @@ class Save:
         finally:
             prepared.end_snapshots()
             self.seconds = perf_counter() - begun
+            self._ended.set()
 
     def _write_snapshots(self, prepared: Prepared, disk: Disk) -> Shards:
         tables = tables_of(prepared.model)
@@ -380,6 +385,13 @@ class Save:
 def end_save_in(root: Path) -> None:
     """Wait for a save into a folder: the next one removes what is not complete there."""
     _end(being_saved.pop(root.resolve(), None))
+
+
+def abandon_save_in(root: Path) -> None:
+    """Stop a save into a folder, also one whose `begin_checkpoint` was interrupted."""
+    save = being_saved.get(root.resolve())
+    if save is not None:
+        save.abandon()
 
 
 def _end(save: Save | None) -> None:

@@ -228,6 +228,7 @@ def _run(
     finally:
         turns.close()  # first, to free the system that it holds
         record = _write(comparison, outcome, folder)
+    stop.check()
     return record
 
 

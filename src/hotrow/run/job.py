@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -55,15 +56,17 @@ class Job:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return [self.embedding.optimizer, self.dense_optimizer]
 
-    def train(self) -> Iterator[StepRecord]:
+    def train(self) -> Generator[StepRecord]:
         """Take the steps of the run, with its learning rates."""
         schedules = self.config.training.schedule.drive(self.optimizers, taken=self.done)
         if self.first >= self.total_steps:
             return  # another process trained all of it, and stopped before it wrote the record
-        for record in self.trainer.run(self._batches()):
-            for schedule in schedules:
-                schedule.step()
-            yield record
+        # Closed here, since Python loses a Ctrl-C that comes while it collects a generator.
+        with closing(self.trainer.run(self._batches())) as records:
+            for record in records:
+                for schedule in schedules:
+                    schedule.step()
+                yield record
 
     def _batches(self) -> Iterable[AnyBatch]:
         samples, first, steps = self.samples, self.first, self.total_steps - self.first

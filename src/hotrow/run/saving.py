@@ -13,6 +13,7 @@ from typing import Any
 from hotrow.checkpoint import Save, begin_checkpoint, save_checkpoint
 from hotrow.checkpoint.folder import IN_RUN, latest_in, step_of
 from hotrow.checkpoint.parts import dense_state
+from hotrow.checkpoint.saving import abandon_save_in
 from hotrow.distributed.ranks import RankError
 from hotrow.run.config import CheckpointSection
 from hotrow.run.files import FollowedRun, RunWriter, environment
@@ -142,9 +143,8 @@ class Saving:
 
     def abandon(self) -> None:
         """Stop a save in the background: it leaves no checkpoint."""
-        if self._under_way is not None:
-            self._under_way.abandon()
-            self._under_way = None
+        abandon_save_in(self.root)
+        self._under_way = None
 
     def figures(self) -> dict[str, float]:
         """Return how often this process has saved, and the time it took; empty: never."""

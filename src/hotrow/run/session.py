@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -256,8 +256,9 @@ class Session:
         with (
             self._observer.progress("training", steps=steps) as advance,
             self._tracing or nullcontext() as tracing,
+            closing(job.train()) as records,
         ):
-            for record in job.train():
+            for record in records:
                 if tracing is not None:
                     tracing.step(tally.steps + 1)
                 tally.add(record)
@@ -308,6 +309,7 @@ class Session:
                 raise wrong[0] if wrong else CorruptRows(f"rank {rank}: {why}", since)
 
     def _after_training(self) -> None:
+        self._stop.check()
         # Signals may have come after the last step.
         for requests in self._ranks.do(lambda: str(int(self._stop.requests()))):
             self._stop.agree(int(requests))
@@ -399,8 +401,11 @@ class Session:
         losses = self._tally.losses
         reference, tally = build(all_fast(self._config)), Tally()
         reference.trainer.hear(self._stop.requests)
-        with self._observer.progress("all-fast", steps=len(losses)) as advance:
-            for record in reference.train():
+        with (
+            self._observer.progress("all-fast", steps=len(losses)) as advance,
+            closing(reference.train()) as records,
+        ):
+            for record in records:
                 tally.add(record)
                 advance(tally)
                 self._stop.agree(reference.trainer.requested)

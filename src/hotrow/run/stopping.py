@@ -48,6 +48,7 @@ class StopAfterStep:
     def __init__(self, *, ranks: int = 1, is_first: bool = True) -> None:
         self.asked = self.to_terminate = False  # known to all ranks
         self._received, self._received_at = Request(0), 0.0
+        self._is_cut = False
         self._is_alone, self._is_first = ranks == 1, is_first
 
     def __enter__(self) -> Self:
@@ -62,11 +63,18 @@ class StopAfterStep:
             is_repeated = self._received == Request.TERMINATE and is_termination
             if is_repeated and not self._is_alone and now - self._received_at < _SECONDS_ALIKE:
                 return
+            self._is_cut = True
             raise KeyboardInterrupt
         self._received_at = now
         self._received = Request.TERMINATE if is_termination else Request.INTERRUPT
         if self._is_alone:
             self.agree(self._received)
+
+    def check(self) -> None:
+        """Raise if a second signal has come, and Python has lost the KeyboardInterrupt, as it does
+        where it came in a finalizer or a garbage collection."""
+        if self._is_cut:
+            raise KeyboardInterrupt
 
     def requests(self) -> int:
         """Return what this process was asked."""

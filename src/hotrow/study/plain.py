@@ -6,7 +6,7 @@ vectors that cross the link, without overlap. Rows start as those of a collectio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, cast
@@ -142,7 +142,7 @@ def _bag(table: EmbeddingBagConfig, rows: Tensor) -> nn.Embedding | nn.Embedding
 class _PlainTrainer(Trainer[AnyBatch]):
     """Trains batch after batch, without looking ahead."""
 
-    def run(self, batches: Iterable[AnyBatch]) -> Iterator[StepRecord]:
+    def run(self, batches: Iterable[AnyBatch]) -> Generator[StepRecord]:
         tables = cast(PlainTables, self.model.embedding)
         self.model.train()
         started = perf_counter()

@@ -36,7 +36,7 @@ class Part:
     samples: int  # of all ranks
     scale: float  # of the mean loss of this rank's samples, so that averages are those of all
     first: int  # the first rank that has samples
-    requests: int = 0  # bits that ranks have sent with the step; see `Trainer.requests`
+    requests: int = 0  # bits that ranks have sent with the step; see `Trainer.hear`
 
 
 @dataclass

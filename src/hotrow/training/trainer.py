@@ -168,7 +168,7 @@ class Trainer(Generic[Batch]):
             return self._step.requested
         return self._requests()
 
-    def run(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
+    def run(self, batches: Iterable[Batch]) -> Generator[StepRecord]:
         """Train one step per batch, and yield one record per step.
 
         Leaving the loop between two steps, by `break` or an exception, finishes what was
