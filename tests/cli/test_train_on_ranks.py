@@ -304,7 +304,7 @@ def is_slow_on_the_second(rank: int, patch: pytest.MonkeyPatch) -> None:
     done = Save.done.fget
     assert done is not None
     patch.setattr(Save, "done", property(lambda self: rank == 0 and done(self)))
-    patch.setattr(Save, "join", lambda self: self._thread and self._thread.join())
+    patch.setattr(Save, "join", lambda self: self._ended.wait())
 
 
 @pytest.mark.parametrize("background", ["true", "false"])

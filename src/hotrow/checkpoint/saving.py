@@ -309,7 +309,7 @@ class Save:
         thread = threading.Thread(
             target=self._run, args=(prepared,), name="hotrow-checkpoint", daemon=True
         )
-        with uninterrupted():  # else it may run, and nobody waits for it or can abandon it
+        with uninterrupted():  # else it may run, and cannot be waited for or abandoned
             self._ended.clear()
             try:
                 thread.start()
