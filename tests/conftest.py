@@ -74,6 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """What every test finds is no garbage: tests that collect garbage need not look through it."""
+    import torch._dynamo  # noqa: F401  (the first collection imports it: 200,000 objects)
+
     gc.collect()
     gc.freeze()
 
