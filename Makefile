@@ -22,10 +22,10 @@ train: $(STAMP)
 	$(VENV)/bin/hotrow train $(ARGS)
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest -n 2 -m "not gpu and not slow" $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not gpu and not slow" $(ARGS)
 
 test-all: $(STAMP)
-	$(VENV)/bin/python -m pytest -n 2 -m "slow and not gpu" $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "slow and not gpu" $(ARGS)
 
 check: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -192,7 +192,7 @@ STEP: dict[str, Any] = {"update": "step"}
 CASES = {
     "all-fast": Case(model={"strategy": "all-fast"}),
     "lookahead": Case(),
-    "many steps": Case(steps=150, kind="two"),
+    "many steps": Case(steps=80, kind="two"),
     "step": Case(model=STEP, clip=0.2),
     "norm": Case(norm=True, model={"update": "step"}),
     "static graph": Case(wrapping={"static_graph": True}),

@@ -512,6 +512,7 @@ def assert_alike(run: Run, plain: Run, found: Any, expected: Any) -> None:
         assert not one.numel() or float(((one - other) / size).detach().abs().max()) < 2e-5
 
 
+@pytest.mark.thinned(2)  # every program, with one or two optimizers
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")

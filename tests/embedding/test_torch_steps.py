@@ -554,6 +554,7 @@ def differences(program: Program, make: Make, rows: Rows, plain: Plain) -> list[
     return [float((difference / size).max()) for difference, size in pairs]
 
 
+@pytest.mark.thinned(2)  # every program, with one or two optimizers
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_a_program_means_what_it_means_in_torch(program: Program, maker: str) -> None:

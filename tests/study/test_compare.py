@@ -132,6 +132,20 @@ def test_batches_that_are_read_anew_train_the_same(tmp_path: Path, most: int | N
     assert all(each.repeatable for each in found.strategies)
 
 
+@pytest.mark.parametrize(("frozen", "expected"), [(0, ["freeze", "unfreeze"]), (7, [])])
+def test_objects_that_the_program_has_frozen_stay_frozen(
+    frozen: int, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = list[str]()
+    monkeypatch.setattr("gc.get_freeze_count", lambda: frozen)
+    monkeypatch.setattr("gc.freeze", lambda: done.append("freeze"))
+    monkeypatch.setattr("gc.unfreeze", lambda: done.append("unfreeze"))
+    settings = config()
+    for _ in Comparison(settings, choose(settings, ["lru"], repeat=1)).run(tmp_path):
+        assert done == expected[:1]
+    assert done == expected
+
+
 def test_names_of_systems_are_unique_and_known() -> None:
     with pytest.raises(ValueError, match="there is a system 'lru' already"):
         register(replace(SYSTEMS["lru"]))

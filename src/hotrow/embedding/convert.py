@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import compress, repeat
 from types import ModuleType
 from typing import Any, NoReturn, TypeVar
 
@@ -255,7 +256,8 @@ class _Holders:
 
 def _alive(kind: type) -> list[Any]:
     """Return all objects of a class. Their `__class__` may be a pretence, and cost something."""
-    return [x for x in gc.get_objects() if issubclass(type(x), kind)]
+    objects = gc.get_objects()  # hundreds of thousands
+    return list(compress(objects, map(issubclass, map(type, objects), repeat(kind))))
 
 
 def _refuse_other_optimizers(tables: Sequence[_Table], given: Sequence[Optimizer]) -> None:
@@ -266,9 +268,11 @@ def _refuse_other_optimizers(tables: Sequence[_Table], given: Sequence[Optimizer
         held = ((x, p) for x in _alive(Optimizer) for g in x.param_groups for p in g["params"])
         return [x for x, param in held if id(param) in weights and not any(x is y for y in given)]
 
-    if holding():
+    if others := holding():
+        others.clear()
         gc.collect()  # some may be garbage
-    for other in holding():
+        others = holding()
+    for other in others:
         for group in other.param_groups:
             names = [weights[id(x)] for x in group["params"] if id(x) in weights]
             if names:

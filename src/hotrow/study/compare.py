@@ -216,7 +216,9 @@ class Comparison:
         affects all alike. A caller may stop early. `folder` is for rows that do not fit memory;
         of several ranks the first one has it."""
         self._folder = folder or Path()
-        gc.freeze()  # later collections skip the objects that exist now
+        freezes = not gc.get_freeze_count()  # else the program has frozen objects, and keeps them
+        if freezes:
+            gc.freeze()  # later collections skip the objects that exist now
         try:
             yield from self._keep_batches()
             for repetition in range(1, max(entry.repetitions for entry in self.entries) + 1):
@@ -226,7 +228,8 @@ class Comparison:
                 if repetition == 1:
                     yield from self._measure_rounding()
         finally:
-            gc.unfreeze()
+            if freezes:
+                gc.unfreeze()
             if self._reference is not None:
                 self._reference.close()
                 self._reference = None
