@@ -40,13 +40,17 @@ STILL = LinearStep(1.0, 0.0, 0.0, 1.0, 1.0)
 
 
 class SeriesStep(NamedTuple):
-    """What a step of Adam takes: w becomes shrink * w - size * m / (sqrt(v / correction) + eps)."""
+    """What a step of Adam takes.
+
+    w becomes shrink * w - lr * m / correction1 / (sqrt(v / correction2) + eps).
+    """
 
     shrink: float
     beta1: float
     beta2: float
-    size: float
-    correction: float
+    lr: float
+    correction1: float
+    correction2: float
 
 
 @dataclass(frozen=True)
@@ -201,10 +205,13 @@ class DenseAdam(DenseRule):
             "size": rule.lr / (1 - beta1**step),
             "root": math.sqrt(1 - beta2**step),
             "eps": rule.eps,
-            "decay": rule.weight_decay,
-            "shrink": rule._shrink(),
+            "decay": rule._decay(),
             STEP: step,
         }
+
+    def _decay(self) -> float:
+        """Return what the weight is multiplied by before it is added to the gradient."""
+        return self.weight_decay
 
     def _shrink(self) -> float:
         return 1.0
@@ -233,8 +240,8 @@ class DenseAdam(DenseRule):
 
     def idle_step(self, step: int) -> SeriesStep:
         beta1, beta2 = self.betas
-        size = self.lr / (1 - beta1**step)
-        return SeriesStep(self._shrink(), beta1, beta2, size, 1 - beta2**step)
+        corrections = 1 - beta1**step, 1 - beta2**step
+        return SeriesStep(self._shrink(), beta1, beta2, self.lr, *corrections)
 
 
 @dataclass(frozen=True)
@@ -243,11 +250,16 @@ class DenseAdamW(DenseAdam):
 
     weight_decay: float = 1e-2
 
+    def _decay(self) -> float:
+        """Return what the weight is multiplied by before it is taken off the weight."""
+        return self.lr * self.weight_decay
+
     def _shrink(self) -> float:
-        return 1 - self.lr * self.weight_decay
+        return 1 - self._decay()
 
     def dense_step(self, weight: Tensor, grad: Tensor, state: list[Tensor], s: Scalars) -> None:
-        weight.mul_(s["shrink"])
+        # A factor near 1 in float32 would be off by the same amount in each step.
+        weight.sub_(weight * s["decay"])
         self._move(weight, grad, state, s)
 
     def _decay_in_gradient(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor
 from hotrow.kernels.dense_rules import STILL, DenseRule, Kind
 from hotrow.kernels.idle_recursions import MOST_ERROR, TERMS, Entries, Linear, Recursion, Series
 from hotrow.kernels.rules import STEP, Setting
+from hotrow.support.messages import few
 
 BLOCK = 512  # steps
 _BLOCKS_AT_ONCE = 64  # when the entries of earlier blocks are computed again
@@ -38,11 +39,16 @@ class IdleTables:
     eps: float  # of the series
     still: bool  # no step so far moves a row without a gradient
 
+    def to(self, device: torch.device | str) -> IdleTables:
+        """Return the tables with copies on a device."""
+        near, far, steps = (x.to(device) for x in (self.near, self.far, self.steps))
+        return replace(self, near=near, far=far, steps=steps)
+
     def near_changed_since(self, step: int) -> int:
         """Return the first row of `near` that differs from the tables of an earlier step.
 
         Rows before it are final. `far` changes as a whole, and `steps` from row `step` + 1 on;
-        where `kind` differs, everything does.
+        where `kind` or the width of `near` differs, everything does.
         """
         return step // BLOCK * BLOCK
 
@@ -118,6 +124,7 @@ class Blocks:
     def far(self) -> Tensor:
         return self._far.tensor()
 
+    @np.errstate(over="ignore", invalid="ignore")  # settings with which rows grow without bound
     def append(self, term: Any) -> None:
         """Add a step."""
         self._recursion.advance(self.entries, term)
@@ -145,6 +152,7 @@ class Blocks:
         rows = self._columns[: self._recursion.rows, self._own : self._count]
         self._near.write(start, rows.T)
 
+    @np.errstate(over="ignore", invalid="ignore")
     def restore(self, terms: list[Any], entries: Entries) -> None:
         """Take up the state after some steps: their terms, and the entries then."""
         self._now = len(terms)
@@ -213,7 +221,7 @@ class History:
             self._replay()
         else:
             term = rule.idle_step(self.now)
-            self._still &= term == STILL
+            self._still &= self.kind == "linear" and term == STILL
             self._blocks.append(term)
             while self._blocks.error() > MOST_ERROR:
                 self._refine()
@@ -297,6 +305,12 @@ class History:
                 f"of hotrow has blocks of {BLOCK}; load it with the version that saved it."
             )
         history = cls(rule)
+        if set(state["values"]) != set(history._runs):
+            raise ValueError(
+                f"this history has the settings {few(sorted(state['values']))}, and "
+                f"{type(rule).__name__} has {few(sorted(history._runs))}; use the optimizer that "
+                "the rows were trained with."
+            )
         for name in history._runs:
             history._runs[name] = Runs(state["values"][name], state["counts"][name])
         history.now, history.kind = int(state["now"]), state["kind"]
@@ -313,7 +327,7 @@ class History:
             self._replay()
             return
         terms = [rule.idle_step(step) for step, rule in steps]
-        self._still = all(term == STILL for term in terms)
+        self._still = kind == "linear" and all(term == STILL for term in terms)
         self._blocks.restore(terms, entries)
 
 

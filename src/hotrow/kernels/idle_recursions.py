@@ -22,7 +22,7 @@ TERMS = (11, 19, 27)
 # The series is centred on the steps up to where this share of an idle row's movement is left.
 _SHARE_LEFT = 5e-4
 _LEAST_WIDTH = 0.02  # of the centred interval: powers of its inverse stay far from overflow
-# Bound of the series' error, relative to the movement; beyond it terms are added.
+# Bound of the series' error, relative to a row's movement; beyond it terms are added.
 MOST_ERROR = 1e-4
 
 
@@ -39,7 +39,10 @@ class Recursion(Protocol):
         """Add a step to entries, in place. `term` has numbers, or arrays that broadcast."""
 
     def error(self, entries: Entries) -> float:
-        """Return a bound of the largest relative error of the entries."""
+        """Return a bound of the error of each entry's movement, the largest of all entries.
+
+        It is relative to the movement with the largest lr since the entry began.
+        """
 
 
 class Linear:
@@ -71,35 +74,33 @@ class Series:
 
     SHRINK, KEPT1, KEPT2, CENTRE, WIDTH = range(5)
     FIRST_TERM = 5
-    _MISSED, _MOVED = -2, -1  # sums for the error
+    _MISSED, _MOVED, _PEAK = -3, -2, -1  # for the error: two sums, and the largest lr
 
     def __init__(self, terms: int) -> None:
         self._terms = terms
         self.rows = self.FIRST_TERM + terms
-        self.size = self.rows + 2
+        self.size = self.rows + 3
 
     def start(self, step: int, term: SeriesStep) -> tuple[float, ...]:
         centre, width = interval(step, term.beta1, term.beta2)
-        return (1.0, 1.0, 1.0, centre, width, *[0.0] * (self._terms + 2))
+        return (1.0, 1.0, 1.0, centre, width, *[0.0] * (self._terms + 3))
 
     def advance(self, entries: Entries, term: SeriesStep) -> None:
         entries[self.KEPT1] *= term.beta1
         entries[self.KEPT2] *= term.beta2
         entries[self.SHRINK] *= term.shrink
         centre, width = entries[self.CENTRE], entries[self.WIDTH]
-        e = np.sqrt(entries[self.KEPT2] / term.correction)
+        e = np.sqrt(entries[self.KEPT2] / term.correction2)
         z = (e - centre) / (e + centre)
-        weight = (1 - z) * entries[self.KEPT1] * term.size
+        unit = (1 - z) * entries[self.KEPT1] / term.correction1
         x = z / width
         polynomials = _chebyshev(x, self._terms)
         moments = entries[self.FIRST_TERM : self.rows]
         moments *= term.shrink
-        moments += weight * polynomials[:-1]
-        self._bound(entries, term, np.abs(weight), z, np.abs(x), polynomials[-1])
+        moments += unit * term.lr * polynomials[:-1]
+        self._bound(entries, term, unit, z, np.abs(x), polynomials[-1])
 
-    def _bound(
-        self, entries: Entries, term: SeriesStep, weight: Any, z: Any, x: Any, t: Any
-    ) -> None:
+    def _bound(self, entries: Entries, term: SeriesStep, unit: Any, z: Any, x: Any, t: Any) -> None:
         """Add a step to the sum of the terms that the series leaves out, and to the movement."""
         width, shrink = entries[self.WIDTH], np.abs(term.shrink)
         p = width / (1 + np.sqrt((1 - width) * (1 + width)))
@@ -107,12 +108,13 @@ class Series:
         growth = np.maximum(x + np.sqrt(np.maximum(x * x - 1, 0)), 1)
         ratio = 1 - np.minimum(p * growth, 1 - 1e-6)
         power = _to_the(p, self._terms)
-        missed = weight * (2 * power * np.maximum(2 * np.abs(t), 1) / ratio)
+        missed = unit * term.lr * (2 * power * np.maximum(2 * np.abs(t), 1) / ratio)
         entries[self._MISSED] = entries[self._MISSED] * shrink + missed
-        entries[self._MOVED] = entries[self._MOVED] * shrink + weight / (1 + np.abs(z))
+        entries[self._MOVED] = entries[self._MOVED] * shrink + unit / (1 + np.abs(z))
+        entries[self._PEAK] = np.maximum(entries[self._PEAK], term.lr)
 
     def error(self, entries: Entries) -> float:
-        width, moved = entries[self.WIDTH], entries[self._MOVED]
+        width, moved = entries[self.WIDTH], entries[self._MOVED] * entries[self._PEAK]
         outer = np.sqrt((1 - width) * (1 + width))
         return float((entries[self._MISSED] / (outer * np.maximum(moved, 1e-300))).max(initial=0))
 
