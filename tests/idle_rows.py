@@ -225,6 +225,8 @@ def lazy_of(rule: DenseRule) -> RowRule | None:
         return lazy_rules.AdamW(**setting)
     if isinstance(rule, DenseAdam) and not rule.weight_decay:
         return lazy_rules.Adam(rule.lr, rule.betas, rule.eps)
+    if isinstance(rule, DenseAdagrad) and not rule.weight_decay:
+        return lazy_rules.Adagrad(rule.lr, rule.initial_accumulator_value, rule.eps)
     return None
 
 
@@ -234,9 +236,11 @@ def main() -> None:
         rules[f"Adam, betas {betas}"] = replace(DenseAdam(1e-3), betas=betas)
     for name, rule in rules.items():
         for plan in SCHEDULES:
-            d = differences(Job(rule, plan), lazy=lazy_of(rule))
-            numbers = (d.weight, d.truth, d.torch, d.state, d.lazy)
-            print(f"| {name} | {plan} |", " | ".join(f"{x:.1e}" for x in numbers), flush=True)
+            lazy = lazy_of(rule)
+            d = differences(Job(rule, plan), lazy=lazy)
+            numbers = [f"{x:.1e}" for x in (d.weight, d.truth, d.torch, d.state, d.lazy)]
+            numbers[-1] = numbers[-1] if lazy else "-"
+            print(f"| {name} | {plan} |", " | ".join(numbers), "|", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 
 from hotrow.kernels.dense_rules import DenseAdam, DenseAdamW, DenseRule, DenseSGD
 from hotrow.kernels.idle_history import BLOCK, History, IdleTables, setting_of
-from hotrow.kernels.idle_recursions import MOST_ERROR, TERMS, Series
+from hotrow.kernels.idle_recursions import MOST_ERROR, TERMS, Linear, Series
 
 Settings = Callable[[int], dict[str, Any]]
 CASES: dict[str, tuple[DenseRule, Settings]] = {
@@ -131,6 +131,17 @@ def series_error(rule: DenseAdam, terms: int, start: int, gap: int) -> tuple[flo
     first, *others = entry[series.FIRST_TERM : series.rows]
     total = first + 2 * sum(term * p ** (j + 1) for j, term in enumerate(others))
     return float(np.abs(total / (root * size) / exact - 1).max()), series.error(entry)
+
+
+def test_factors_that_no_float32_can_hold_become_zero() -> None:
+    rule = DenseAdamW(1e-2, (0.6, 0.8), weight_decay=50.0)
+    sgd = DenseSGD(1e-2, momentum=0.6)
+    for recursion, used, places in ((Series(11), rule, [0, 1, 2]), (Linear(), sgd, [3])):
+        entry = np.array(recursion.start(1, used.idle_step(1)))[:, None]
+        for step in range(2, 2200):
+            recursion.advance(entry, used.idle_step(step))
+        assert (entry[places] == 0).all()
+        assert np.isfinite(entry).all()
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.9), (0.98, 0.98), (0.999, 0.9999), (0.9, 0.3)])

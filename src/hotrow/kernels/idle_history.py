@@ -23,7 +23,7 @@ from hotrow.kernels.rules import STEP, Setting
 from hotrow.support.messages import few
 
 BLOCK = 512  # steps
-_BLOCKS_AT_ONCE = 64  # when the entries of earlier blocks are computed again
+_BLOCKS_AT_ONCE = 8  # when the entries of earlier blocks are computed again: they fit in a cache
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Blocks:
     def _rebuild(self, blocks: range, terms: list[Any]) -> None:
         """Compute `near` of finished blocks again, side by side, step by step."""
         recursion, make = self._recursion, type(terms[0])
-        columns = np.zeros((recursion.size, len(blocks), BLOCK))
+        columns = np.zeros((recursion.rows, len(blocks), BLOCK))
         first, last = blocks.start * BLOCK, blocks.stop * BLOCK
         numbers = np.array(terms[first:last]).reshape(len(blocks), BLOCK, -1)
         for place in range(BLOCK):
@@ -175,10 +175,9 @@ class Blocks:
                 recursion.start(step, terms[step - 1]) if step else self._identity
                 for step in range(first + place, last, BLOCK)
             ]
-            columns[:, :, place] = np.array(starts).T
+            columns[:, :, place] = np.array(starts).T[: recursion.rows]
             recursion.advance(columns[:, :, : place + 1], make(*numbers[:, place].T[:, :, None]))
-        rows = columns[: recursion.rows].reshape(recursion.rows, -1)
-        self._near.write(first, rows.T)
+        self._near.write(first, columns.reshape(recursion.rows, -1).T)
 
 
 class History:

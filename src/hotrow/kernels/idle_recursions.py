@@ -36,7 +36,10 @@ class Recursion(Protocol):
         """Return the numbers of the identity after a step, from the terms of that step."""
 
     def advance(self, entries: Entries, term: Any) -> None:
-        """Add a step to entries, in place. `term` has numbers, or arrays that broadcast."""
+        """Add a step to entries, in place. `term` has numbers, or arrays that broadcast.
+
+        Without the numbers that rows do not use, no error is known later.
+        """
 
     def error(self, entries: Entries) -> float:
         """Return a bound of the error of each entry's movement, the largest of all entries.
@@ -60,6 +63,7 @@ class Linear:
         b += term.bw * w
         w[:] = new_w
         entries[4] *= term.factor
+        _flush(entries)
 
     def error(self, entries: Entries) -> float:
         return 0.0
@@ -89,6 +93,7 @@ class Series:
         entries[self.KEPT1] *= term.beta1
         entries[self.KEPT2] *= term.beta2
         entries[self.SHRINK] *= term.shrink
+        _flush(entries[: self.CENTRE])
         centre, width = entries[self.CENTRE], entries[self.WIDTH]
         e = np.sqrt(entries[self.KEPT2] / term.correction2)
         z = (e - centre) / (e + centre)
@@ -98,7 +103,8 @@ class Series:
         moments = entries[self.FIRST_TERM : self.rows]
         moments *= term.shrink
         moments += unit * term.lr * polynomials[:-1]
-        self._bound(entries, term, unit, z, np.abs(x), polynomials[-1])
+        if len(entries) == self.size:
+            self._bound(entries, term, unit, z, np.abs(x), polynomials[-1])
 
     def _bound(self, entries: Entries, term: SeriesStep, unit: Any, z: Any, x: Any, t: Any) -> None:
         """Add a step to the sum of the terms that the series leaves out, and to the movement."""
@@ -133,6 +139,11 @@ def interval(step: int, beta1: float, beta2: float) -> tuple[float, float]:
     last = math.sqrt(beta2**steps / (1 - beta2 ** (step + steps)))
     centre = math.sqrt(first * last)
     return centre, max((first - centre) / (first + centre), _LEAST_WIDTH)
+
+
+def _flush(values: Any) -> None:
+    """Make numbers zero that no float32 can hold: as denormal ones they would stay, and be slow."""
+    values *= np.abs(values) >= 1e-200
 
 
 def _chebyshev(x: Any, degree: int) -> Entries:
