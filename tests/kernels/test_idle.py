@@ -102,7 +102,7 @@ def stepped(rule: DenseRule, rows: Rows, eps: float | None = None) -> dict[str, 
     pieces = {name: rows.rows[:, place].clone() for name, place in rows.columns.items()}
     last = pieces.pop("last").view(torch.int32)[:, 0]
     weight, *state = (piece.double() for piece in pieces.values())
-    for step, used in rows.history._all():
+    for step, used in rows.history.settings():
         numbers = used.scalars(setting_of(used), step)
         if eps is not None:
             numbers["eps"] = eps
@@ -262,6 +262,13 @@ def test_long_replays_are_warned_of_once() -> None:
     with pytest.warns(UserWarning, match="last 1,001 steps one by one; use DenseAdamW"):
         catch_up(rule, pieces[0], pieces[1:], near - 1, history.tables())
     catch_up(rule, pieces[0], pieces[1:], near - 1, history.tables())
+
+
+def test_rows_of_a_later_step_than_the_history_are_refused() -> None:
+    rule = DenseAdamW()
+    pieces, last = [torch.ones(2, 4) for _ in range(3)], torch.ones(2, dtype=torch.int32)
+    with pytest.raises(AssertionError, match="a step to come"):
+        catch_up(rule, pieces[0], pieces[1:], last, History(rule).tables())
 
 
 @pytest.mark.gpu

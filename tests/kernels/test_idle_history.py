@@ -144,7 +144,9 @@ def test_factors_that_no_float32_can_hold_become_zero() -> None:
         assert np.isfinite(entry).all()
 
 
-@pytest.mark.parametrize("betas", [(0.9, 0.9), (0.98, 0.98), (0.999, 0.9999), (0.9, 0.3)])
+@pytest.mark.parametrize(
+    "betas", [(0.9, 0.9), (0.98, 0.98), (0.7, 0.5), (0.9, 0.3), (0.9, 0.0), (0.0, 0.0)]
+)
 def test_betas_for_which_the_series_is_too_far_off_are_replayed(
     betas: tuple[float, float],
 ) -> None:

@@ -29,6 +29,7 @@ def catch_up(
     tables: IdleTables,
 ) -> None:
     """Take rows in place from their last gradient to `tables.now`; `last` stays as it is."""
+    assert not bool((last > tables.now).any()), "rows have a gradient in a step to come"
     idle = (last < tables.now).nonzero().squeeze(1)
     if tables.still or not idle.numel():
         return

@@ -238,17 +238,17 @@ class History:
             return
         self._terms = more[0]
         self._blocks = self._no_blocks()
-        for step, rule in self._all():
+        for step, rule in self.settings():
             self._blocks.append(rule.idle_step(step))
 
     def _replay(self) -> None:
         """From now on rows make up for their steps one by one."""
         self.kind, self._still = "replay", False
         self._blocks = self._no_blocks()
-        rows = [self._scalars(rule, step) for step, rule in self._all()]
+        rows = [self._scalars(rule, step) for step, rule in self.settings()]
         self._steps.write(0, np.concatenate([np.zeros((1, len(self._names))), *rows]))
 
-    def _all(self) -> Iterator[tuple[int, DenseRule]]:
+    def settings(self) -> Iterator[tuple[int, DenseRule]]:
         """Each step so far, with the rule of its settings."""
         columns = [runs.steps() for runs in self._runs.values()]
         last, rule = None, self.rule
@@ -319,7 +319,7 @@ class History:
         return history
 
     def _restore(self, entries: Entries) -> None:
-        steps = list(self._all())
+        steps = list(self.settings())
         kind, self._last = self.kind, steps[-1][1]
         self._begin(steps[0][1])
         if kind == "replay":

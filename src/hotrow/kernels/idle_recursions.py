@@ -21,7 +21,9 @@ Entries = NDArray[np.float64]  # [size, ...]: the coefficients of any number of 
 TERMS = (11, 19, 27)
 # The series is centred on the steps up to where this share of an idle row's movement is left.
 _SHARE_LEFT = 5e-4
-_LEAST_WIDTH = 0.02  # of the centred interval: powers of its inverse stay far from overflow
+# Of the interval: powers of the inverse stay far from overflow, and no divisor is zero.
+_LEAST_WIDTH, _MOST_WIDTH = 0.02, 0.95
+_LEAST_CENTRE = 1e-30
 # Bound of the series' error, relative to a row's movement; beyond it terms are added.
 MOST_ERROR = 1e-4
 
@@ -97,7 +99,7 @@ class Series:
         centre, width = entries[self.CENTRE], entries[self.WIDTH]
         e = np.sqrt(entries[self.KEPT2] / term.correction2)
         z = (e - centre) / (e + centre)
-        unit = (1 - z) * entries[self.KEPT1] / term.correction1
+        unit = 2 * centre / (e + centre) * entries[self.KEPT1] / term.correction1  # 2 ... is 1 - z
         x = z / width
         polynomials = _chebyshev(x, self._terms)
         moments = entries[self.FIRST_TERM : self.rows]
@@ -137,8 +139,9 @@ def interval(step: int, beta1: float, beta2: float) -> tuple[float, float]:
         steps = max(math.ceil(math.log(_SHARE_LEFT) / math.log(min(fall, 1 - 1e-6))), 1)
     first = math.sqrt(beta2 / (1 - beta2 ** (step + 1)))
     last = math.sqrt(beta2**steps / (1 - beta2 ** (step + steps)))
-    centre = math.sqrt(first * last)
-    return centre, max((first - centre) / (first + centre), _LEAST_WIDTH)
+    centre = max(math.sqrt(first * last), _LEAST_CENTRE)
+    width = (first - centre) / (first + centre)
+    return centre, min(max(width, _LEAST_WIDTH), _MOST_WIDTH)
 
 
 def _flush(values: Any) -> None:
