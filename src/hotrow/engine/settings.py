@@ -68,7 +68,7 @@ class Settings:
     @property
     def state_start(self) -> list[float]:
         """The value that each state column starts with."""
-        return [self.optimizer.rule.start_of_state()] * (self.width - self.dim)
+        return self.optimizer.rule.state_start(self.dim)
 
     @property
     def table_names(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Protocol, Self
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from hotrow.kernels.reference import row_sum
 Setting = Mapping[str, Any]  # a rule's fields, for one table
 Scalars = dict[str, Tensor]  # per table [T] float64, or per row [U, 1] float32
 
+STEP = "step"  # the scalar that is a whole number
 
 _TOO_LARGE = 1e30  # squares and products of larger ones would leave float32
 
@@ -34,12 +36,16 @@ def _wrong_with(value: object) -> str | None:
     return None if value < _TOO_LARGE else f"a number below {_TOO_LARGE:g}"
 
 
+def _wrong_with_flag(value: object) -> str | None:
+    return None if isinstance(value, bool) else "True or False"
+
+
 @dataclass(frozen=True)
 class RowRule:
     """How rows are updated. Its fields are the settings of every table's param group."""
 
     lr: float
-    state_names: ClassVar[tuple[str, ...]] = ()
+    state_kept: ClassVar[tuple[str, ...]] = ()
     row_wise: ClassVar[bool] = False  # one state value per row instead of one per weight
     uses_step: ClassVar[bool] = False  # what it computes depends on how many updates there were
 
@@ -59,24 +65,36 @@ class RowRule:
             if isinstance(value, list):
                 object.__setattr__(self, field.name, tuple(value))
             values = value if isinstance(value, tuple | list) else (value,)
-            for wrong in filter(None, map(_wrong_with, values)):
+            check = _wrong_with_flag if isinstance(field.default, bool) else _wrong_with
+            for wrong in filter(None, map(check, values)):
                 raise ValueError(
                     f"{type(self).__name__}: {field.name} must be {wrong}, not {value!r}"
                 )
 
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The pieces of state that a row has, in their order."""
+        return self.state_kept
+
+    def state_widths(self, dim: int) -> dict[str, int]:
+        """Return the number of columns of each piece of state."""
+        return dict.fromkeys(self.state_names, 1 if self.row_wise else dim)
+
     def state_width(self, dim: int) -> int:
-        return len(self.state_names) * (1 if self.row_wise else dim)
+        return sum(self.state_widths(dim).values())
 
     def state_columns(self, dim: int) -> dict[str, slice]:
         """Where each piece of state lies in a row."""
-        width = 1 if self.row_wise else dim
-        return {
-            name: slice(dim + i * width, dim + (i + 1) * width)
-            for i, name in enumerate(self.state_names)
-        }
+        widths = self.state_widths(dim)
+        ends = accumulate(widths.values(), initial=dim)
+        return {name: slice(*place) for name, place in zip(widths, pairwise(ends), strict=True)}
 
     def start_of_state(self) -> float:
         return 0.0
+
+    def state_start(self, dim: int) -> list[float]:
+        """Return the value that each state column starts with."""
+        return [self.start_of_state()] * self.state_width(dim)
 
     def scalars(self, setting: Setting, step: int) -> dict[str, float]:
         """What the update of a table needs. Plain numbers: tensors of them take far longer."""
@@ -108,7 +126,7 @@ class Adagrad(RowRule):
     lr: float = 1e-2
     initial_accumulator_value: float = 0.0
     eps: float = 1e-10
-    state_names: ClassVar[tuple[str, ...]] = ("sum",)
+    state_kept: ClassVar[tuple[str, ...]] = ("sum",)
 
     def start_of_state(self) -> float:
         return float(self.initial_accumulator_value)
@@ -142,7 +160,7 @@ class Adam(RowRule):
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    state_kept: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     uses_step: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -204,9 +222,12 @@ class RowSettings(Protocol):
 
 
 def per_row(scalars: Scalars, table_of_row: Tensor | None) -> Scalars:
-    """Per-table scalars as columns that fit rows: [U, 1], or [1, 1] when all tables agree."""
+    """Per-table scalars as columns that fit rows: [U, 1], or [1, 1] when all tables agree.
+
+    They are float32; the number of a step is int32, because a float32 has 24 bits.
+    """
     columns = {}
     for key, values in scalars.items():
-        column = values.float().unsqueeze(1)
+        column = (values.int() if key == STEP else values.float()).unsqueeze(1)
         columns[key] = column[:1] if table_of_row is None else column[table_of_row]
     return columns
