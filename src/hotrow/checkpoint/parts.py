@@ -53,7 +53,7 @@ class TableRows:
     @property
     def state(self) -> dict[str, int]:
         """Numbers of each piece of state behind the weights of a row."""
-        return self.collection.row_access.state_widths(self.name)
+        return self.collection.row_access.stored_widths(self.name)
 
 
 def collections_of(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
@@ -196,7 +196,7 @@ def pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
     if isinstance(value, Tensor):
         return {"tensor": _named(value, tensors, where)}
     if isinstance(value, np.ndarray) and value.dtype != object:
-        tensor = torch.from_numpy(np.ascontiguousarray(value)).reshape(value.shape)
+        tensor = torch.tensor(value)  # a copy: that of an empty array has the strides of torch
         return {"array": _named(tensor, tensors, where)}
     if isinstance(value, list | tuple):
         items = [pack(item, tensors, f"{where}.{place}") for place, item in enumerate(value)]

@@ -124,12 +124,16 @@ class EarlyRows:
     # -- sending -----------------------------------------------------------------------
 
     def can_send(self, works: Sequence[SharedWork] | None) -> bool:
-        """Whether this rank can send the early rows of the next batch: they are in their slots."""
+        """Whether this rank can send the early rows of the next batch: they are in their slots, and
+        the batch before does not move them, as it moves idle rows of dense rules."""
         if self._pause:
             self._pause -= 1
             return False
         return works is not None and all(
-            work.early is not None and work.inner.group.slots_hold(work.inner) for work in works
+            work.early is not None
+            and work.inner.group.idle is None
+            and work.inner.group.slots_hold(work.inner)
+            for work in works
         )
 
     def send(self, serial: int, works: Sequence[SharedWork], replaced: int) -> None:

@@ -17,7 +17,7 @@ from hotrow.distributed.wire import Wire
 from hotrow.inputs.batch import Lookups
 from hotrow.kernels.reference import SortedIds, sort_ids
 
-_VECTORS, _WHOLE_ROWS, _WITH_FROZEN = range(3)  # what is read
+_VECTORS, _WHOLE_ROWS, _WITH_FROZEN, _ROWS_NOW = range(4)  # what is read
 _MOVED = -1  # instead of a step: rows were replicated, or no longer, since routes were found
 
 
@@ -79,14 +79,14 @@ class Reads:
     def rows(
         self, place: int, ids: Tensor, *, aside: bool = False, of_owners: bool = False
     ) -> Tensor:
-        """Return rows of one width with their state, in the order of ids, which are given once and
-        ascend. `of_owners`: not from replicas."""
+        """Return rows of one width with their state as of now, in the order of ids, which are given
+        once and ascend. `of_owners`: as owners have stored them, and not from replicas."""
         every = self._only(place, ids)
         pairs = list(zip(self._wire.groups, every, strict=True))
 
         def wanted() -> _Wanted:
             routes = [x.route_to_owners(y) if of_owners else x.route(y) for x, y in pairs]
-            return _Wanted(routes, _WHOLE_ROWS)
+            return _Wanted(routes, _WHOLE_ROWS if of_owners else _ROWS_NOW)
 
         return self._read(wanted, aside=aside)[place][:-1]
 
@@ -162,7 +162,7 @@ class Reads:
         return its number as well, or that a route leads to replicas of before."""
         groups, rows = self._wire.groups, self._rows()
         assert rows is not None
-        read = (self._vectors, self._whole_rows, self._with_frozen)[what]
+        read = (self._vectors, self._whole_rows, self._with_frozen, self._rows_now)[what]
         with rows.reading(), torch.no_grad():
             own = [read(groups[place].inner, ids) for place, ids in numbers.items()]
             if not all(groups[place].is_current(way) for place, way in routes.items()):
@@ -183,6 +183,13 @@ class Reads:
     def _whole_rows(self, group: Any, numbers: Tensor) -> Tensor:
         rows = torch.empty(len(numbers), group.width)
         return self._gathered(group, numbers, rows).to(group.device)
+
+    def _rows_now(self, group: Any, numbers: Tensor) -> Tensor:
+        rows = self._whole_rows(group, numbers)
+        if group.idle is not None:
+            group.idle.catch_up(rows, numbers)
+            group.idle.note_now(rows, numbers)
+        return rows
 
     def _with_frozen(self, group: Any, numbers: Tensor) -> Tensor:
         """Return rows with their state, and whether they are frozen as a last column."""

@@ -16,6 +16,7 @@ from hotrow.engine.profile import Profile
 from hotrow.inputs.tables import Copied, EmbeddingBagConfig
 from hotrow.kernels.rules import RowRule
 
+IDLE = (None, "decay", "frozen")
 UPDATES = ("backward", "step")
 ON_NONFINITE = ("propagate", "error", "skip")
 # How a GPU moves rows: it reads and writes them itself; leaving rows take the copy engine and the
@@ -52,8 +53,7 @@ def check_arguments(
         )
     if not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed must be a whole number of at least 0, not {seed!r}")
-    if idle not in (None, "frozen"):
-        raise ValueError(f"idle must be 'frozen' or None, not {idle!r}")
+    check_idle(idle)
     if not isinstance(optimizer, RowRule) and (update != "step" or optimizer is not None):
         is_class = isinstance(optimizer, type)
         kind = optimizer if isinstance(optimizer, type) else type(optimizer)
@@ -68,6 +68,17 @@ def check_arguments(
     ):
         if value not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+
+
+def check_idle(idle: object) -> None:
+    if idle not in IDLE:
+        raise ValueError(f"idle must be 'decay', 'frozen' or None, not {idle!r}")
+
+
+def idle_in_modules(idle: str | None, device: str | torch.device) -> str | None:
+    """Return what happens to rows of modules that no batch looks up: by default what torch does to
+    them, where that can be."""
+    return "decay" if idle is None and torch.device(device).type == "cpu" else idle
 
 
 def drawn_seed() -> int:

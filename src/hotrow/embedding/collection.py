@@ -55,6 +55,7 @@ from hotrow.engine.strategy import STRATEGIES, Strategy, find_strategy
 from hotrow.inputs.batch import Batch, count_ids, lookups_of, parse, weights_of
 from hotrow.inputs.hotset import HotSet
 from hotrow.inputs.tables import EmbeddingBagConfig, feature_order, outputs_of
+from hotrow.kernels.dense_rules import moving
 from hotrow.kernels.rules import SGD, RowRule
 from hotrow.store.budget import Budget
 from hotrow.store.traffic import Traffic
@@ -86,8 +87,9 @@ class EmbeddingBagCollection(TorchSurface):
     With `update="step"` rows are updated when a torch optimizer steps, and everything between
     `backward()` and that step works as for any parameter: `embedding.parameters()` has a small
     stand-in for each table, so give those to the optimizer. `optimizer` may then be None: rows
-    take the rule of the torch optimizer. With `idle="frozen"` rows that no batch has looked up
-    rest where torch would move them (Adam, weight decay).
+    take the rule of the torch optimizer. Where torch would move rows that no batch has looked up
+    (Adam, momentum, weight decay), `idle="decay"` moves them alike, when they are read next, and
+    `idle="frozen"` lets them rest; rules of hotrow let them rest by default.
 
     Under a process group of several ranks (torch.distributed) each rank owns a share of the rows,
     and `budget` is that of one rank; `process_group` selects another group than the default one.
@@ -163,6 +165,8 @@ class EmbeddingBagCollection(TorchSurface):
             protect_stand_ins(self)
         params = None if self._stand_ins is None else self._stand_ins.parameters
         rule = optimizer or expected_rule or SGD()
+        if idle == "decay" and optimizer is not None:
+            rule = moving(optimizer)
         self.optimizer = RowOptimizer(rule, self.tables, params)
         if engine is None:
             engine = engine_for(self.device, chosen) if chosen.on_host else _engine(self.device)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hotrow.embedding.arguments import idle_in_modules
 from hotrow.embedding.module_tables import ModuleTables
 from hotrow.embedding.stand_ins import stand_in_of
 from hotrow.embedding.table_modules import (
@@ -79,9 +80,9 @@ def convert(
     all of them is printed (`show`), with the reason.
 
     `device` is that of fast memory, by default that of the model's other parameters.
-    `idle="frozen"` lets rows rest that no batch looks up where Adam or weight decay would move
-    them. `held="replace"` puts the small parameters of the converted tables into lists that hold
-    weights, where a use of them in a loss raises. Other options are those of
+    Rows that no batch looks up move as torch moves them (Adam, momentum, weight decay); with
+    `idle="frozen"` they rest. `held="replace"` puts the small parameters of the converted tables
+    into lists that hold weights, where a use of them in a loss raises. Other options are those of
     `hotrow.EmbeddingBagCollection`, such as `strategy` and `seed`.
     """
     if not isinstance(model, nn.Module):
@@ -298,7 +299,7 @@ def _convert(
 ) -> None:
     if device is None:
         device = _device_of(model, chosen)
-    rule = _checked_rule(chosen, optimizers, idle)
+    rule = _checked_rule(chosen, optimizers, idle_in_modules(idle, device))
     configs = [_config(table) for table in chosen]
     serving = ModuleTables(
         configs,
@@ -412,7 +413,7 @@ def _checked_rule(
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             if any(id(param) in weights for param in group["params"]):
-                rule = rule_for(optimizer, group, idle).rule(lr=1.0)  # for its state alone
+                rule = rule_for(optimizer, group, idle).made()  # for its state alone
     late = [table.name for table in chosen if table.weight.grad is not None]
     if late:
         warn(
@@ -450,7 +451,7 @@ def _load_states(
     for name in [name for name, state in states.items() if state]:
         state, owner = states.pop(name), tables.collection.torch_steps
         assert owner is not None
-        step = int(state.get("step", 0))
+        step = int(state.get("step", 1))  # torch's SGD counts none
         widths = tables.collection.row_access.state_widths(name)
         owner.load_state(optimizer, name, {key: state[key] for key in widths}, step)
 

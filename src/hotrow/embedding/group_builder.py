@@ -19,6 +19,7 @@ from hotrow.engine.profile import Profile, byte_parts
 from hotrow.engine.stages import SPLIT
 from hotrow.engine.strategy import STRATEGIES, Strategy
 from hotrow.inputs.tables import Copied, EmbeddingBagConfig, group_by_width
+from hotrow.kernels.dense_rules import DenseRule
 from hotrow.sizing.budgets import AUTO, auto_budget, buffer_part_of
 from hotrow.store.budget import Budget, larger_budget, share_out
 from hotrow.support.messages import setting
@@ -52,6 +53,11 @@ class GroupBuilder:
         self._tables, self._optimizer = tables, optimizer
         self._strategy, self._device, self._profile = strategy, device, profile
         rule = optimizer.rule
+        if device.type == "cuda" and isinstance(rule, DenseRule):
+            raise ValueError(
+                f"{type(rule).__name__} moves rows that no batch looks up (idle='decay'), which "
+                "a GPU's engine does not do yet; with idle='frozen' they rest"
+            )
         self._row_bytes = [4 * (x.dim + rule.state_width(x.dim)) for x in self.layouts]
         self.num_rows = sum(layout.num_rows for layout in self.layouts)
         sizes = zip(self._row_bytes, self.layouts, strict=True)

@@ -18,13 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from hotrow.distributed.ranks import count_ranks, ranks_of
-from hotrow.embedding.arguments import drawn_seed, first_seed, usable_device
+from hotrow.embedding.arguments import (
+    check_idle,
+    drawn_seed,
+    first_seed,
+    idle_in_modules,
+    usable_device,
+)
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.embedding.group_builder import GroupBuilder
 from hotrow.embedding.id_sources import IdSources
 from hotrow.embedding.optimizer import RowOptimizer
 from hotrow.embedding.stand_ins import StandIns
-from hotrow.embedding.torch_steps import IDLE, known_rule
+from hotrow.embedding.torch_steps import known_rule
 from hotrow.embedding.torch_steps import watch as watch_optimizers
 from hotrow.embedding.wrappers import refuse_wrapped
 from hotrow.engine.strategy import find_strategy
@@ -64,9 +70,8 @@ class ModuleTables:
         is_size = not isinstance(budget, Budget) and budget not in (None, AUTO)
         if is_size and strategy.needs_budget:
             parse_bytes(budget, total=1 << 40)  # raises if it is none
-        if idle not in IDLE:
-            raise ValueError(f"idle must be 'frozen' or None, not {idle!r}")
-        self._weights, self._rule, self._idle = dict(weights), optimizer, idle
+        check_idle(idle)
+        self._weights, self._rule, self._given_idle = dict(weights), optimizer, idle
         self._zero_rows = dict(zero_rows or {})
         self._options = {**options, "seed": drawn_seed() if seed is None else seed}
         self._draws_seed = seed is None
@@ -79,6 +84,10 @@ class ModuleTables:
         self._modules: WeakSet[nn.Module] = WeakSet()
         self._all_ids: dict[str, Tensor] = {}
         self.id_sources = IdSources({})  # how ids follow from batches of `hotrow.ahead`
+
+    @property
+    def _idle(self) -> str | None:
+        return idle_in_modules(self._given_idle, self.device)
 
     def _when_asked(self) -> Callable[[], Any]:
         """Return what builds the collection; an optimizer that keeps it keeps no rows alive."""
@@ -170,7 +179,7 @@ class ModuleTables:
             self._rule,
             self.budget,
             update="step",
-            idle=self._idle,
+            idle=self._idle if self._rule is None else self._given_idle,
             device=self.device,
             stand_ins=self.stand_ins,
             expected_rule=rule,

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from hotrow.embedding.arguments import refuse_state_dict
+from hotrow.embedding.histories import Histories
 from hotrow.inputs.tables import EmbeddingBagConfig
+from hotrow.kernels.dense_rules import DenseRule
 from hotrow.kernels.rules import RowRule, Scalars
 from hotrow.support.messages import warn
 
@@ -34,8 +36,8 @@ class RowOptimizer(torch.optim.Optimizer):
         params = stand_ins or [torch.empty(0) for _ in tables]
         pairs = zip(params, tables, strict=True)
         groups = [{"params": [param], "name": table.name} for param, table in pairs]
-        super().__init__(groups, _settings_of(rule))
         self.names = [table.name for table in tables]
+        super().__init__(groups, _settings_of(rule))
         self._places = {name: place for place, name in enumerate(self.names)}
         # With stand-ins, weights are loaded as torch's are: state is another matter.
         self._watches_loads = stand_ins is None
@@ -52,7 +54,12 @@ class RowOptimizer(torch.optim.Optimizer):
         self._owner: Callable[[], Any] = lambda: None
 
     def _use(self, rule: RowRule) -> None:
+        before = getattr(self, "rule", None)
         self.rule, settings = rule, _settings_of(rule)
+        if type(rule) is not type(before) or rule.state_names != before.state_names:
+            self._histories = None
+            if isinstance(rule, DenseRule):
+                self._histories = Histories(rule, self.names)
         self.setting_names = list(settings)
         self._scalar_names = list(rule.scalars(settings, 1))
         self._last_scalars: dict[tuple[str, ...], tuple[Any, Any, list[tuple[float, ...]]]] = {}
@@ -126,6 +133,8 @@ class RowOptimizer(torch.optim.Optimizer):
         if self._lacks_state:
             self._warn_of_state()
         self._has_state = False
+        if self._histories is not None:
+            self._histories.count(self.names if tables is None else tables, self._setting_of)
         if tables is None or len(tables) == len(self.names):
             self._uncounted += 1
         else:
@@ -133,6 +142,19 @@ class RowOptimizer(torch.optim.Optimizer):
             places = zip(self.names, self.steps, strict=True)
             self._steps = [step + (name in tables) for name, step in places]
         self.expect_step()
+
+    def _setting_of(self, name: str) -> dict[str, Any]:
+        group = self.param_groups[self._places[name]]
+        return {key: _fixed(group[key]) for key in self.setting_names}
+
+    def histories(self, names: tuple[str, ...], *, steps_now: bool) -> list[Any]:
+        """Return what moves rows of some tables that have no gradient; see `Histories.of`."""
+        assert self._histories is not None
+        return self._histories.of(names, steps_now=steps_now)
+
+    def steps_of(self, name: str) -> int:
+        """Return the number of updates of a table."""
+        return self.steps[self._places[name]]
 
     def expect_step(self) -> None:
         """Let torch's schedulers move: this is what they look for before."""
@@ -150,8 +172,13 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def load_table(self, name: str, state: Mapping[str, Tensor], step: int) -> None:
         """Replace the state of a table's rows, and how often they were updated."""
-        self.rows.load_state(name, state)
+        self._load_state(name, state, step)
+
+    def _load_state(self, name: str, state: Mapping[str, Tensor], step: int) -> None:
+        self.rows.load_state(name, state, step)
         self.steps[self._places[name]] = step
+        if self._histories is not None:
+            self._histories.start(name, step)
 
     def start_anew(self, names: Collection[str]) -> None:
         """Let the state of some tables' rows be as at the start."""
@@ -194,7 +221,10 @@ class RowOptimizer(torch.optim.Optimizer):
             for group in self.param_groups
         ]
         steps = dict(zip(self.names, self.steps, strict=True))
-        return {"rule": type(self.rule).__name__, "steps": steps, "param_groups": groups}
+        settings = {"rule": type(self.rule).__name__, "steps": steps, "param_groups": groups}
+        if self._histories is not None:
+            settings["histories"] = self._histories.state()
+        return settings
 
     def numbers(self) -> list[dict[str, Any]]:
         """Return the settings of each table as plain values."""
@@ -222,6 +252,8 @@ class RowOptimizer(torch.optim.Optimizer):
                 if key in saved:
                     group[key] = saved[key]
             self.steps[place] = int(settings["steps"][group["name"]])
+        if self._histories is not None:
+            self._histories.load(settings["histories"])
         self._state_loaded()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -231,11 +263,11 @@ class RowOptimizer(torch.optim.Optimizer):
             if name not in named or state is None or "step" not in state:
                 raise ValueError(f"the optimizer's state has no table {name!r}, or no step for it")
             self.rows.check_state(name, state)
-        for place, group in enumerate(self.param_groups):
+        for group in self.param_groups:
             name = group["name"]
             group.update({k: v for k, v in named[name].items() if k in group and k != "params"})
-            self.steps[place] = int(state_dict["state"][name]["step"])
-            self.rows.load_state(name, state_dict["state"][name])
+            state = state_dict["state"][name]
+            self._load_state(name, state, int(state["step"]))
         self._state_loaded()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -13,10 +13,13 @@ from hotrow.distributed.owners import TableOwners
 from hotrow.embedding.arguments import row_numbers
 from hotrow.embedding.pipeline import Pipeline
 from hotrow.embedding.row_groups import Group, RowGroups
+from hotrow.engine.idle import advance_frozen, rows_now
+from hotrow.kernels.dense_rules import LAST
 from hotrow.store.snapshot import Snapshot
 from hotrow.support.messages import warn
 from hotrow.support.numbers import whole
 
+NewColumns = Sequence[tuple[slice, Tensor]]  # for rows that are named beside them, in their order
 _LEAST_CHUNK = 1024
 _SHARED_CHUNK = 1 << 14  # rows that ranks read together
 
@@ -24,6 +27,25 @@ _SHARED_CHUNK = 1 << 14  # rows that ranks read together
 def _chunk_of(group: Group) -> int:
     """Return how many rows to read or replace at once: what the buffer holds, but not few."""
     return max(group.chunk_rows, _LEAST_CHUNK)
+
+
+def _copies_of(rows: RowGroups, table: str, numbers: Tensor) -> Iterator[tuple[Group, Tensor, Any]]:
+    """Yield the groups here that have some rows of a table, their ids there, and which they are."""
+    group, mine, ids = rows.ids_of(table, numbers)
+    yield group, ids, slice(None) if mine is None else mine
+    copies = rows.replicas_of(table, numbers)
+    if copies is not None:
+        yield copies[0], copies[2], copies[1]
+
+
+def _replace(group: Group, ids: Tensor, new: NewColumns, places: Tensor, last: int | None) -> None:
+    """Replace some columns of rows, each given once; the others are as of the newest step."""
+    rows = rows_now(group, ids)
+    for columns, values in new:
+        rows[:, columns] = values[places].detach().to(rows)
+    if last is not None and group.idle is not None:
+        group.idle.note_now(rows, ids, last)
+    group.scatter(ids, rows)
 
 
 class RowAccess:
@@ -130,7 +152,7 @@ class RowAccess:
             return found[order.argsort()]
         with self._rows.reading():
             group, base, _ = self._rows.find(table)
-            return group.gather(rows + base, out=torch.empty(len(rows), group.width))
+            return rows_now(group, rows + base)
 
     def load_weights(self, table: str, first: int, weights: Tensor) -> None:
         group, size = self._rows.find(table)[0], self._rows.size_of(table)
@@ -146,7 +168,7 @@ class RowAccess:
 
     def load_weights_at(self, table: str, rows: Tensor, weights: Tensor) -> None:
         """Replace the weights of some rows, each given once; their state stays."""
-        self._load(table, rows, weights, slice(0, self._rows.find(table)[0].dim))
+        self._load(table, rows, [(slice(0, self._rows.find(table)[0].dim), weights)])
 
     def note_step(self) -> None:
         """Note that rows were updated where the host did not launch it."""
@@ -157,21 +179,14 @@ class RowAccess:
         self._rows.is_fresh = False
         self._rows.version += 1
 
-    def _load(self, table: str, numbers: Tensor, values: Tensor, columns: slice) -> None:
+    def _load(self, table: str, numbers: Tensor, new: NewColumns, last: int | None = None) -> None:
+        """Replace columns of rows, which are as of step `last` then; None: of the newest one."""
         with self._rows.lock.writing():
             self._rows.is_fresh = False
             self._rows.version += 1
-            for chunk in torch.arange(len(values)).split(_chunk_of(self._rows.find(table)[0])):
-                group, mine, ids = self._rows.ids_of(table, numbers[chunk])
-                rows = group.gather(ids, out=torch.empty(ids.numel(), group.width))
-                rows[:, columns] = values[chunk if mine is None else chunk[mine]].detach().to(rows)
-                group.scatter(ids, rows)
-                copies = self._rows.replicas_of(table, numbers[chunk])
-                if copies is not None:
-                    group, here, ids = copies
-                    rows = group.gather(ids, out=torch.empty(ids.numel(), group.width))
-                    rows[:, columns] = values[chunk[here]].detach().to(rows)
-                    group.scatter(ids, rows)
+            for chunk in torch.arange(len(numbers)).split(_chunk_of(self._rows.find(table)[0])):
+                for group, ids, mine in _copies_of(self._rows, table, numbers[chunk]):
+                    _replace(group, ids, new, chunk[mine], last)
             self._rows.lanes.read_here()  # training in another stream waits for these rows
 
     def reading(self) -> AbstractContextManager[None]:
@@ -180,10 +195,14 @@ class RowAccess:
 
     # -- optimizer state ---------------------------------------------------------------
 
-    def state_widths(self, table: str) -> dict[str, int]:
+    def stored_widths(self, table: str) -> dict[str, int]:
         """Return how many numbers of each piece of optimizer state follow a row's weights."""
         columns = self._rows.find(table)[0].state
         return {name: piece.stop - piece.start for name, piece in columns.items()}
+
+    def state_widths(self, table: str) -> dict[str, int]:
+        """Return `stored_widths` of what torch has as well: not of the last gradient's step."""
+        return {name: x for name, x in self.stored_widths(table).items() if name != LAST}
 
     def state_shapes(self, table: str) -> dict[str, tuple[int, int]]:
         """Return the shape of each piece of optimizer state of a table."""
@@ -192,13 +211,12 @@ class RowAccess:
 
     def copy_state(self, table: str) -> dict[str, Tensor]:
         """Return the optimizer state of a table's rows, a tensor for each piece."""
-        group, size = self._rows.find(table)[0], self._rows.size_of(table)
-        widths = self.state_widths(table)
-        state = {name: torch.empty(size, width) for name, width in widths.items()}
+        group, shapes = self._rows.find(table)[0], self.state_shapes(table)
+        state = {name: torch.empty(shape) for name, shape in shapes.items()}
         with self.reading():
             for first, rows in self.rows(table):
-                for name, columns in group.state.items():
-                    state[name][first : first + len(rows)] = rows[:, columns]
+                for name in state:
+                    state[name][first : first + len(rows)] = rows[:, group.state[name]]
         return state
 
     def check_state(self, table: str, state: Mapping[str, Any]) -> None:
@@ -218,9 +236,11 @@ class RowAccess:
                     f"{[size, width]}, got {got}"
                 )
 
-    def load_state(self, table: str, state: Mapping[str, Tensor]) -> None:
-        for name, columns in self._rows.find(table)[0].state.items():
-            self._load(table, torch.arange(len(state[name])), state[name], columns)
+    def load_state(self, table: str, state: Mapping[str, Tensor], step: int | None = None) -> None:
+        """Replace the state of all rows of a table; their weights are of `step` then."""
+        columns = self._rows.find(table)[0].state
+        new = [(columns[name], state[name]) for name in self.state_widths(table)]
+        self._load(table, torch.arange(self._rows.size_of(table)), new, step)
 
     # -- the store ---------------------------------------------------------------------
 
@@ -230,6 +250,8 @@ class RowAccess:
 
     def settle(self) -> None:
         """Flush, and wait for the device, so that `stored` can be read without asking it."""
+        with self._rows.lock.writing():
+            advance_frozen(self._rows.groups)
         self._rows.flush()
         self._rows.wait_for_device()
 
@@ -261,7 +283,7 @@ class RowAccess:
         for chunk in torch.arange(base + first, base + last).split(_chunk_of(group)):
             with self._rows.reading():
                 group = self._rows.find(table)[0]  # the other engine may have begun to train
-                rows = group.gather(chunk, out=torch.empty(len(chunk), group.width))
+                rows = rows_now(group, chunk)
             yield rows[:, : group.dim].clone()
 
     def meet(self, text: str) -> list[str]:

@@ -21,6 +21,7 @@ from hotrow.embedding.arguments import row_numbers
 from hotrow.embedding.optimizer import RowOptimizer
 from hotrow.engine.gpu.plan_room import make_room
 from hotrow.engine.host.rows import HostRows, host_rows_engine
+from hotrow.engine.idle import advance, freeze
 from hotrow.engine.row_sums import WAITING
 from hotrow.engine.rows import RowGroup, cpu_rows
 from hotrow.engine.strategy import Strategy
@@ -106,12 +107,13 @@ class RowGroups:
 
     def has_state_of(self, rule: RowRule) -> bool:
         """Whether rows have the state of a rule, as it starts."""
-        before = self.optimizer.rule
-        return (type(rule), rule.start_of_state()) == (type(before), before.start_of_state())
+        rules = (rule, self.optimizer.rule)
+        return len({(type(x), x.state_names, x.start_of_state()) for x in rules}) == 1
 
     def use_rule(self, rule: RowRule) -> None:
         """Let rows have the state of another rule, as it starts. Nothing may be in flight."""
-        has_state = self.has_state_of(rule)
+        if not (has_state := self.has_state_of(rule)):
+            advance(self.groups)
         self.optimizer.change_rule(rule)
         if has_state:
             return
@@ -365,7 +367,7 @@ class RowGroups:
                 ids[self.groups.index(copies[0])].append(copies[2])
         with self.lock.writing():
             for group, frozen in zip(self.groups, ids, strict=True):
-                group.freeze(None if rows is None else torch.cat(frozen).unique())
+                freeze(group, None if rows is None else torch.cat(frozen).unique())
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of fast memory by part."""

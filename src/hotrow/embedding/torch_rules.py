@@ -7,9 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from hotrow.embedding.optimizer import RowOptimizer
+from hotrow.kernels.dense_rules import (
+    DenseAdagrad,
+    DenseAdam,
+    DenseAdamW,
+    DenseRMSprop,
+    DenseSGD,
+)
 from hotrow.kernels.rules import SGD, Adagrad, Adam, AdamW, RowRule
 
 Setting = Mapping[str, Any]
@@ -26,11 +34,21 @@ class TorchRule:
     rule: type[RowRule]
     settings: dict[str, Any]
 
+    def made(self) -> RowRule:
+        """Return the rule with its settings of now."""
+        return self.rule(**{name: number(value) for name, value in self.settings.items()})
+
+
+def number(value: Any) -> Any:
+    """Return a setting as a plain value; a tensor on a device is waited for."""
+    return float(value) if isinstance(value, Tensor) else value
+
 
 def rule_for(optimizer: Optimizer, group: Setting, idle: str | None) -> TorchRule:
     """Return the rule of a param group; raise `NoRule` if there is none.
 
-    `idle="frozen"` says that rows without a gradient may rest where torch would move them.
+    `idle="decay"` moves rows without a gradient as torch does; `idle="frozen"` says that they may
+    rest where torch would move them.
     """
     if isinstance(optimizer, RowOptimizer):
         names = optimizer.setting_names
@@ -39,8 +57,8 @@ def rule_for(optimizer: Optimizer, group: Setting, idle: str | None) -> TorchRul
     if translate is None:
         raise NoRule(
             f"{_name_of(optimizer)} has no rule for rows. These have: torch.optim.SGD, Adagrad, "
-            "SparseAdam, and Adam and AdamW with idle='frozen'. Give it the other parameters, and "
-            "the stand-ins of tables to one of these"
+            "SparseAdam, and with idle='decay' Adam, AdamW and RMSprop. Give it the other "
+            "parameters, and the stand-ins of tables to one of these"
         )
     if group.get("maximize"):
         raise NoRule(f"{_name_of(optimizer)}: rows are not trained with maximize=True")
@@ -58,6 +76,10 @@ def _known(kind: type) -> Callable[[Setting, str | None], TorchRule] | None:
 
 
 def _sgd(group: Setting, idle: str | None) -> TorchRule:
+    moves = group["momentum"] or group["weight_decay"]
+    if moves and idle == "decay":
+        names = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
+        return TorchRule(DenseSGD, {name: group[name] for name in names})
     if group["momentum"]:
         # A OneCycleLR gives momentum to an optimizer that had none.
         how = "momentum=0, and cycle_momentum=False in a schedule"
@@ -68,12 +90,26 @@ def _sgd(group: Setting, idle: str | None) -> TorchRule:
 
 
 def _adagrad(group: Setting, idle: str | None) -> TorchRule:
+    names = ("lr", "eps", "initial_accumulator_value")
+    settings = {name: group[name] for name in names}
+    if idle == "decay" and (group["weight_decay"] or group["lr_decay"]):
+        more = {name: group[name] for name in ("weight_decay", "lr_decay")}
+        return TorchRule(DenseAdagrad, settings | more)
     if group["weight_decay"]:
         raise _moves("Adagrad with weight_decay", "weight_decay=0", can_rest=False)
     if group["lr_decay"]:
-        raise NoRule("torch.optim.Adagrad: rows have no lr_decay; use a scheduler, with lr_decay=0")
-    names = ("lr", "eps", "initial_accumulator_value")
-    return TorchRule(Adagrad, {name: group[name] for name in names})
+        raise NoRule(
+            "torch.optim.Adagrad: rows have lr_decay with idle='decay' alone; else use a "
+            "scheduler, with lr_decay=0"
+        )
+    return TorchRule(Adagrad, settings)
+
+
+def _rmsprop(group: Setting, idle: str | None) -> TorchRule:
+    if idle != "decay":
+        raise _moves("RMSprop", "Adagrad", can_rest=False)
+    names = ("lr", "alpha", "eps", "weight_decay", "momentum", "centered")
+    return TorchRule(DenseRMSprop, {name: group[name] for name in names})
 
 
 def _sparse_adam(group: Setting, idle: str | None) -> TorchRule:
@@ -82,10 +118,14 @@ def _sparse_adam(group: Setting, idle: str | None) -> TorchRule:
 
 def _adam(group: Setting, idle: str | None) -> TorchRule:
     name = "AdamW" if group.get("decoupled_weight_decay") else "Adam"
-    if idle != "frozen":
+    if idle is None:
         raise _moves(name, "torch.optim.SparseAdam")
     if group["amsgrad"]:
         raise NoRule(f"torch.optim.{name}: rows have no amsgrad")
+    if idle == "decay":
+        names = ("lr", "betas", "eps", "weight_decay")
+        rule = DenseAdamW if name == "AdamW" else DenseAdam
+        return TorchRule(rule, {name: group[name] for name in names})
     if name == "Adam" and group["weight_decay"]:
         raise _moves("Adam with weight_decay", "AdamW", can_rest=False)
     decay = group["weight_decay"] if name == "AdamW" else 0.0
@@ -99,14 +139,15 @@ _TRANSLATIONS: dict[type, Callable[[Setting, str | None], TorchRule]] = {
     torch.optim.SparseAdam: _sparse_adam,
     torch.optim.Adam: _adam,
     torch.optim.AdamW: _adam,
+    torch.optim.RMSprop: _rmsprop,
 }
 
 
 def _moves(what: str, instead: str, *, can_rest: bool = True) -> NoRule:
     rest = ", or let such rows rest with idle='frozen'" if can_rest else ""
     return NoRule(
-        f"{what} moves rows in every step, also those that no batch has looked up, which would "
-        f"touch whole tables; use {instead}{rest}"
+        f"{what} moves rows in every step, also those that no batch has looked up: let them move "
+        f"with idle='decay', use {instead}{rest}"
     )
 
 

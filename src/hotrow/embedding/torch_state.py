@@ -92,5 +92,7 @@ def _load_rows(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         own = {name: torch.zeros_like(param.data) for name in rows}
         state[numbers[place]] = {**given, **own}
     for owner, table, rows, step in found:
-        owner.load_state(optimizer, table, rows, 0 if step is None else int(step))
+        if step is None:  # torch's SGD counts none
+            step = 1 if rows else 0
+        owner.load_state(optimizer, table, rows, int(step))
     return {**saved, "state": state}

@@ -26,7 +26,7 @@ from hotrow.embedding.pipeline import Pipeline
 from hotrow.embedding.row_groups import RowGroups
 from hotrow.embedding.stand_ins import StandIn, StandIns, stand_in_of
 from hotrow.embedding.step import PendingStep
-from hotrow.embedding.torch_rules import NoRule, TorchRule, rule_for
+from hotrow.embedding.torch_rules import NoRule, TorchRule, number, rule_for
 from hotrow.embedding.torch_state import include_rows
 from hotrow.embedding.waiting import WaitingGrads
 from hotrow.embedding.whole_table import WholeTable
@@ -34,7 +34,6 @@ from hotrow.kernels.rules import RowRule
 from hotrow.support.messages import warn
 from hotrow.support.streams import capturing
 
-IDLE = (None, "frozen")
 _START = "initial_accumulator_value"
 _ONE_START = f"all tables of a collection have one {_START}"
 # Those that stand-ins were given to; some of these may not belong to any rows yet.
@@ -324,7 +323,7 @@ class TorchSteps:
         rules = self._rules(optimizer, groups)
         # A tensor on a device is read once for each param group, not for each of its tables.
         settings = {
-            id(rule): {name: _number(value) for name, value in rule.settings.items()}
+            id(rule): {name: number(value) for name, value in rule.settings.items()}
             for rule in {id(x): x for x in rules.values()}.values()
         }
         for group in self._optimizer.param_groups:
@@ -425,8 +424,4 @@ def _common_rule(rules: Mapping[str, TorchRule]) -> RowRule:
     first = next(iter(rules.values()))
     if len({str(each.settings.get(_START)) for each in rules.values()}) > 1:
         raise RuntimeError(_ONE_START)
-    return first.rule(**{name: _number(value) for name, value in first.settings.items()})
-
-
-def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, Tensor) else value
+    return first.made()

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from hotrow.engine.idle import IdleRows
 from hotrow.engine.settings import Settings
 from hotrow.engine.work import Work
 from hotrow.inputs.batch import Lookups
@@ -38,27 +40,37 @@ class HostPooling:
 class HostArithmetic:
     """Computes from rows in slots, or in a buffer of the direct path."""
 
-    def __init__(self, settings: Settings, slots: Tensor) -> None:
+    def __init__(self, settings: Settings, slots: Tensor, idle: IdleRows | None = None) -> None:
+        """`idle` catches up rows that an optimizer moves in every step."""
         self._settings, self._slots, self._dim = settings, slots, settings.dim
+        self._idle = idle
 
     def pool_planned(self, work: Work, x: Lookups) -> Tensor:
         """Return one vector per bag, [bags, dim], of a batch whose plan holds."""
-        return self._pool(self._slots, work.plan.row_slots, work.ids.inverse, x)
+        inverse = work.ids.inverse
+        if self._slots.shape[1] == self._dim:
+            index = work.plan.row_slots[inverse]
+            return reference.pool(self._slots, index, x.offsets, x.weights, x.divisor)
+        return reference.pool(self._vectors(work), inverse, x.offsets, x.weights, x.divisor)
 
-    def _pool(self, rows: Tensor, index: Tensor, inverse: Tensor, x: Lookups) -> Tensor:
-        if rows.shape[1] == self._dim:
-            return reference.pool(rows, index[inverse], x.offsets, x.weights, x.divisor)
-        vectors = reference.take(rows, index, self._dim)
-        return reference.pool(vectors, inverse, x.offsets, x.weights, x.divisor)
+    def _vectors(self, work: Work) -> Tensor:
+        """Return the vectors of a batch's different rows, and one of zeros, which padding reads."""
+        slots: Tensor = work.plan.row_slots
+        if self._idle is None:
+            return reference.take(self._slots, slots, self._dim)
+        vectors = self._idle.now(self._slots.index_select(0, slots[:-1]), work.ids.ids)
+        return functional.pad(vectors, (0, 0, 0, 1))
 
     def weight_grads(self, work: Work, x: Lookups, grads: Tensor) -> Tensor:
         """Return the gradients of per-sample weights, [L], of a batch whose plan holds."""
-        vectors = reference.take(self._slots, work.plan.row_slots, self._dim)
-        return reference.weight_grads(vectors, work.ids.inverse, x.bag_of(), grads)
+        return reference.weight_grads(self._vectors(work), work.ids.inverse, x.bag_of(), grads)
 
     def weight_grads_of(self, rows: Tensor, ids: SortedIds, x: Lookups, grads: Tensor) -> Tensor:
         """Return the gradients of per-sample weights from the rows of `ids`."""
-        return reference.weight_grads(rows[:, : self._dim], ids.inverse, x.bag_of(), grads)
+        vectors = rows[:, : self._dim]
+        if self._idle is not None:
+            vectors = functional.pad(self._idle.now(rows[:-1], ids.ids), (0, 0, 0, 1))
+        return reference.weight_grads(vectors, ids.inverse, x.bag_of(), grads)
 
     def row_grads(self, work: Work, x: Lookups, grads: Tensor) -> Tensor:
         """Return the gradient of each different row of a batch, [U, dim]."""
@@ -84,6 +96,8 @@ class HostArithmetic:
     def step(self, rows: Tensor, ids: Tensor, grads: Tensor) -> None:
         """Make one optimizer step on rows in a buffer, from their gradients."""
         settings = self._settings
+        if self._idle is not None:
+            self._idle.catch_up(rows, ids, steps_now=True)
         scalars = settings.optimizer.scalars(list(settings.table_names))
         alike = all(bool((values == values[0]).all()) for values in scalars.values())
         columns = per_row(scalars, None if alike else settings.layout.table_of(ids))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hotrow.engine.idle import IdleRows
 from hotrow.engine.memory import ALL_AT_ONCE, InFlight
 from hotrow.engine.scratchpad import FREE
 from hotrow.engine.settings import Settings
@@ -166,11 +167,14 @@ class HostDirectPath(DirectPath):
     """The direct path on a CPU. Small parts are read without sorting their ids: copying a row once
     for every lookup takes less time."""
 
-    def __init__(self, settings: Settings, *parts: Any) -> None:
+    def __init__(self, settings: Settings, *parts: Any, idle: IdleRows | None = None) -> None:
         super().__init__(settings, *parts)
+        self._width, self._idle = settings.width, idle
         self._dim, self._has_padding = settings.dim, bool(settings.layout.skipped)
 
     def parts_of(self, x: Lookups) -> list[ReadPart]:
+        if self._idle is not None:  # catching a row up takes longer than to sort its id
+            return [*self.sorted_parts(x)]
         if x.offsets is None:  # the vectors are the result, and pass through no buffer
             return [(part, None) for part in chunks(x, ALL_AT_ONCE)]
         limit = self.chunk_rows
@@ -196,8 +200,9 @@ class HostDirectPath(DirectPath):
         """Copy the newest vectors of rows, [n, dim]. Ids may repeat; padding gives zeros."""
         self._mover.settle()
         is_padding = ids < 0 if self._has_padding else None
-        vectors: Tensor = self._memory.vectors(ids, is_padding, self._dim, self._in_flight)
-        return vectors
+        width = self._dim if self._idle is None else self._width
+        rows: Tensor = self._memory.vectors(ids, is_padding, width, self._in_flight)
+        return rows if self._idle is None else self._idle.now(rows, ids)
 
 
 def chunks(x: Lookups, limit: int) -> Iterator[Lookups]:

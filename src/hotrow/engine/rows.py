@@ -20,6 +20,7 @@ from hotrow.engine.arithmetic import HostArithmetic, HostPooling
 from hotrow.engine.capture import NoCapture
 from hotrow.engine.counters import Counters, Overflow
 from hotrow.engine.direct import DirectPath, HostDirectPath
+from hotrow.engine.idle import idle_rows
 from hotrow.engine.memory import AllRows, FixedSlots, SlotMemory
 from hotrow.engine.mover import CopyMover, NoMoves
 from hotrow.engine.planning import AllRowsPlanning, Outcome, SlotPlanning
@@ -63,6 +64,7 @@ class RowGroup:
         """Take parts that were built for this engine. Each has one face and several kinds."""
         self.memory, self.planning, self.mover = memory, planning, mover
         self.arithmetic, self.direct = arithmetic, direct
+        self.idle = idle_rows(self.settings, memory.store)
         self.slots: Tensor = memory.slots
         self.store: Store = memory.store
         # What a part does for the engine, without a call in between.
@@ -300,16 +302,20 @@ def cpu_rows(layout: WidthGroup, **options: Any) -> RowGroup:
     if settings.share is None:
         group = RowGroup(settings, AtRest(), counters)
         rows, mover = AllRows(settings), NoMoves()
-        arithmetic = HostArithmetic(settings, rows.slots)
+        idle = idle_rows(settings, rows.store)
+        arithmetic = HostArithmetic(settings, rows.slots, idle)
         planning = AllRowsPlanning(settings, group.flight, counters)
-        direct = HostDirectPath(settings, rows, mover, arithmetic, planning.moves_in_flight)
+        in_flight = planning.moves_in_flight
+        direct = HostDirectPath(settings, rows, mover, arithmetic, in_flight, idle=idle)
         group.use(rows, planning, mover, arithmetic, direct)
         return group
     group = RowGroup(settings, Flight(settings.strategy.hold.past), counters)
     memory = SlotMemory(settings, settings.share)
     copies = CopyMover(memory, group.flight)
-    arithmetic = HostArithmetic(settings, memory.slots)
+    idle = idle_rows(settings, memory.store)
+    arithmetic = HostArithmetic(settings, memory.slots, idle)
     slots = SlotPlanning(settings, group.flight, counters, memory)
-    direct = HostDirectPath(settings, memory, copies, arithmetic, slots.moves_in_flight)
+    in_flight = slots.moves_in_flight
+    direct = HostDirectPath(settings, memory, copies, arithmetic, in_flight, idle=idle)
     group.use(memory, slots, copies, arithmetic, direct)
     return group

@@ -15,11 +15,12 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from hotrow.kernels.rules import STEP, RowRule, Scalars, Setting
+from hotrow.kernels.rules import SGD, STEP, Adam, AdamW, RowRule, Scalars, Setting
 
 # How idle rows are caught up: by one matrix, by a series, or step by step.
 Kind = Literal["linear", "series", "replay"]
-LAST = "last"  # int32 bits in a float32 column: the step of the last gradient, 0 for none
+LAST = "last"  # int32 bits in columns of float32: the step of the last gradient, 0 for none
+_MULTIPLE = 4  # columns of a row: rows of whole 16 bytes are copied faster
 
 # Where the second moment decays too fast beside the first, the series has too few terms.
 LEAST_BETA2 = 0.5
@@ -71,10 +72,13 @@ class DenseRule(RowRule):
         return self.state_kept
 
     def state_widths(self, dim: int) -> dict[str, int]:
-        return {**dict.fromkeys(self.kept_states(), dim), LAST: 1}
+        kept = dict.fromkeys(self.kept_states(), dim)
+        before = dim + sum(kept.values())
+        return {**kept, LAST: _MULTIPLE - before % _MULTIPLE}  # the same number in each column
 
     def state_start(self, dim: int) -> list[float]:
-        return [self.start_of_state()] * (len(self.kept_states()) * dim) + [0.0]
+        kept = len(self.kept_states()) * dim
+        return [self.start_of_state()] * kept + [0.0] * self.state_widths(dim)[LAST]
 
     def with_setting(self, setting: Setting) -> Self:
         """Return this rule with the settings of a step; a ValueError says which cannot be used."""
@@ -344,3 +348,10 @@ class DenseRMSprop(DenseRule):
     def idle_step(self, step: int) -> LinearStep:
         # Without momentum there is no b, and nothing but factors.
         return LinearStep(1.0, -self.lr * self.momentum, 0.0, self.momentum, self.alpha)
+
+
+def moving(rule: RowRule) -> RowRule:
+    """Return the rule that moves rows without a gradient as well, as torch's optimizer does."""
+    settings = {field.name: getattr(rule, field.name) for field in fields(rule)}
+    kind = {SGD: DenseSGD, Adam: DenseAdam, AdamW: DenseAdamW}.get(type(rule))
+    return rule if kind is None else kind(**settings)

@@ -38,7 +38,7 @@ def catch_up(
         return
     for index in idle.split(max(_AT_ONCE // weight.shape[1], 1)):
         rows = [piece.index_select(0, index) for piece in (weight, *state)]
-        _apply(rule, rows, last.index_select(0, index).long(), tables)
+        _apply(rule, rows, last.index_select(0, index).long() - tables.start, tables)
         for piece, values in zip((weight, *state), rows, strict=True):
             piece.index_copy_(0, index, values)
 
@@ -47,7 +47,7 @@ def _apply(rule: DenseRule, rows: list[Tensor], last: Tensor, tables: IdleTables
     """Take rows to the end of their blocks, and those of earlier blocks from there to now."""
     _move(rule, rows, tables.near.index_select(0, last), tables.eps)
     block = last // BLOCK
-    earlier = (block < tables.now // BLOCK).nonzero().squeeze(1)
+    earlier = (block < (tables.now - tables.start) // BLOCK).nonzero().squeeze(1)
     if earlier.numel():
         moved = [piece.index_select(0, earlier) for piece in rows]
         _move(rule, moved, tables.far.index_select(0, block[earlier]), tables.eps)
@@ -110,7 +110,7 @@ def _replay(
     _warn_of(rule, tables.now - first)
     steps = torch.arange(first + 1, tables.now + 1, device=last.device)
     counts = torch.searchsorted(ordered, steps).tolist()  # rows that are idle in each step
-    scalars = tables.steps[first + 1 :].unsqueeze(2).unsqueeze(3)  # [steps, S, 1, 1]
+    scalars = tables.steps[first + 1 - tables.start :].unsqueeze(2).unsqueeze(3)  # [steps, S, 1, 1]
     zeros = torch.zeros_like(rows[0])
     for numbers, count in zip(scalars.unbind(), counts, strict=True):
         own, *kept = [piece[:count] for piece in rows]

@@ -7,6 +7,7 @@ of its own block and one per earlier block, and a row needs two of them. Runs on
 
 from __future__ import annotations
 
+import copy
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -31,6 +32,7 @@ class IdleTables:
     """What takes rows to step `now`: views of buffers that the next `append` changes."""
 
     kind: Kind
+    start: int  # the step of the first row of `near`: no row's last gradient is of before
     now: int
     near: Tensor  # [now + 1, K] float32, by the step of a row's last gradient
     far: Tensor  # [now // BLOCK + 1, K] float32, by the block of that step
@@ -50,7 +52,7 @@ class IdleTables:
         Rows before it are final. `far` changes as a whole, and `steps` from row `step` + 1 on;
         where `kind` or the width of `near` differs, everything does.
         """
-        return step // BLOCK * BLOCK
+        return (step - self.start) // BLOCK * BLOCK
 
 
 class Runs:
@@ -100,13 +102,15 @@ class Blocks:
     The entry of a block's first step goes on after the block: it is `far` of the block before.
     """
 
-    def __init__(self, recursion: Recursion, term: Any) -> None:
+    def __init__(self, recursion: Recursion, term: Any, origin: int) -> None:
+        """`origin`: the number of steps before."""
+        self._origin = origin
         self._recursion = recursion
         self._columns = np.zeros((recursion.size, 2 * BLOCK))
         self._count = self._own = 0  # columns; the first of them that is of the current block
         self._now = 0
         self._near, self._far = Rows(recursion.rows), Rows(recursion.rows)
-        self._identity = np.array(recursion.start(0, term))
+        self._identity = np.array(recursion.start(origin, term))
         self._begin(self._identity)
         self._write()
 
@@ -132,7 +136,7 @@ class Blocks:
         if self._now % BLOCK == 0:
             self._write_near(self._now - BLOCK)
             self._count = self._own = self._now // BLOCK - 1
-        self._begin(self._recursion.start(self._now, term))
+        self._begin(self._recursion.start(self._origin + self._now, term))
         self._write()
 
     def _begin(self, start: Any) -> None:
@@ -172,7 +176,7 @@ class Blocks:
         numbers = np.array(terms[first:last]).reshape(len(blocks), BLOCK, -1)
         for place in range(BLOCK):
             starts = [
-                recursion.start(step, terms[step - 1]) if step else self._identity
+                recursion.start(self._origin + step, terms[step - 1]) if step else self._identity
                 for step in range(first + place, last, BLOCK)
             ]
             columns[:, :, place] = np.array(starts).T[: recursion.rows]
@@ -183,9 +187,10 @@ class Blocks:
 class History:
     """The settings of all steps of a table, and what they do to rows without a gradient."""
 
-    def __init__(self, rule: DenseRule) -> None:
-        self.rule = rule
-        self.now = 0
+    def __init__(self, rule: DenseRule, *, start: int = 0) -> None:
+        """`start`: the steps of before are not known, and no row is of before."""
+        self.rule, self.start = rule, start
+        self.now = start
         self.kind: Kind = rule.idle_kind()
         self._first = self._last = rule  # with the settings of the first and the last step
         self._runs = {name: Runs() for name in numbers_of(rule)}
@@ -196,13 +201,17 @@ class History:
         self._eps = 0.0  # of the series: that of the first step
         self._still = True
 
+    def copy(self) -> History:
+        """Return a history that goes on by itself."""
+        return copy.deepcopy(self)
+
     def append(self, setting: Setting) -> None:
         """Add a step with these settings; a ValueError says which cannot be used."""
         rule = self._last.with_setting(setting)
         self.now += 1
         for name, number in numbers_of(rule).items():
             self._runs[name].append(number)
-        if self.now == 1:
+        if self.now == self.start + 1:
             self._begin(rule)
         self._last = rule
         self._add(rule)
@@ -214,8 +223,8 @@ class History:
         self._blocks = self._no_blocks()
 
     def _add(self, rule: DenseRule) -> None:
-        if self.kind == "replay" and self.now > 1:
-            self._steps.write(self.now, self._scalars(rule, self.now))
+        if self.kind == "replay" and self.now > self.start + 1:
+            self._steps.write(self.now - self.start, self._scalars(rule, self.now))
         elif self._needs_replay(rule):
             self._replay()
         else:
@@ -252,7 +261,7 @@ class History:
         """Each step so far, with the rule of its settings."""
         columns = [runs.steps() for runs in self._runs.values()]
         last, rule = None, self.rule
-        for step, numbers in enumerate(zip(*columns, strict=True), start=1):
+        for step, numbers in enumerate(zip(*columns, strict=True), start=self.start + 1):
             if numbers != last:
                 last, rule = (
                     numbers,
@@ -267,12 +276,13 @@ class History:
     def _no_blocks(self) -> Blocks:
         series = self.rule.closed_form == "series"
         recursion = Series(self._terms) if series else Linear()
-        return Blocks(recursion, self._first.idle_step(1))
+        return Blocks(recursion, self._first.idle_step(self.start + 1), self.start)
 
     def tables(self) -> IdleTables:
         """Return what takes rows to the last step that was appended; the next one changes it."""
         return IdleTables(
             kind=self.kind,
+            start=self.start,
             now=self.now,
             near=self._blocks.near(),
             far=self._blocks.far(),
@@ -286,6 +296,7 @@ class History:
         """Return a copy of everything as numbers, texts and arrays; `load` takes it."""
         runs = {name: (np.array(x.values), np.array(x.counts)) for name, x in self._runs.items()}
         return {
+            "start": self.start,
             "now": self.now,
             "kind": self.kind,
             "block": BLOCK,
@@ -303,7 +314,7 @@ class History:
                 f"this history of steps has blocks of {state['block']} steps, and this version "
                 f"of hotrow has blocks of {BLOCK}; load it with the version that saved it."
             )
-        history = cls(rule)
+        history = cls(rule, start=int(state["start"]))
         if set(state["values"]) != set(history._runs):
             raise ValueError(
                 f"this history has the settings {few(sorted(state['values']))}, and "
@@ -314,7 +325,7 @@ class History:
             history._runs[name] = Runs(state["values"][name], state["counts"][name])
         history.now, history.kind = int(state["now"]), state["kind"]
         history._terms = int(state["terms"])
-        if history.now:
+        if history.now > history.start:
             history._restore(np.asarray(state["entries"], dtype=np.float64))
         return history
 

@@ -220,6 +220,12 @@ class RowSettings(Protocol):
     def table_scalars(self, names: tuple[str, ...]) -> list[tuple[float, ...]]:
         """Return `scalars` as rows of numbers, one row per table."""
 
+    def histories(self, names: tuple[str, ...], *, steps_now: bool) -> list[Any]:
+        """Return the steps of some tables, by which rows without a gradient move."""
+
+    def steps_of(self, name: str) -> int:
+        """Return the number of updates of a table."""
+
 
 def per_row(scalars: Scalars, table_of_row: Tensor | None) -> Scalars:
     """Per-table scalars as columns that fit rows: [U, 1], or [1, 1] when all tables agree.

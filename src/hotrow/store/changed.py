@@ -123,6 +123,13 @@ class FrozenRows:
         if self._host_bits is not self.bits:
             bits_of(ids.cpu(), self._size, out=self._host_bits)
 
+    def ids(self) -> Tensor:
+        """Return the ids of frozen rows, in order, on the host."""
+        if self._host_bits is None:
+            return torch.empty(0, dtype=torch.int64)
+        is_set = (self._host_bits[:, None] >> torch.arange(32, dtype=torch.int32)) & 1
+        return is_set.flatten().nonzero().squeeze(1)
+
     def moving(self, ids: Tensor) -> Tensor | None:
         """Return a mask of the rows that a step changes; None: all of them."""
         moves = None if self.bits is None else ~self.among(ids)

@@ -31,15 +31,24 @@ from hotrow.engine.uploads import TableScalars
 from hotrow.engine.work import AtRest, Flight
 from hotrow.inputs.batch import Lookups
 from hotrow.inputs.tables import WidthGroup
+from hotrow.kernels.dense_rules import DenseRule
 from hotrow.store.budget import Share
 
 # Memory, planning, mover, arithmetic and direct path, as `RowGroup.use` takes them.
 Parts = tuple[DeviceMemory, DevicePlanning, NoMoves, DeviceArithmetic, DirectPath]
 
 
+_MOVES_IDLE = (
+    "{} moves rows that no batch looks up (idle='decay'), which a GPU's engine does not do yet; "
+    "with idle='frozen' they rest"
+)
+
+
 def gpu_rows(layout: WidthGroup, **options: Any) -> RowGroup:
     """Build the engine of a GPU; `options` are those of `Settings`."""
     settings = Settings(layout, **options)
+    if isinstance(settings.optimizer.rule, DenseRule):
+        raise ValueError(_MOVES_IDLE.format(type(settings.optimizer.rule).__name__))
     return _all_rows(settings) if settings.share is None else _slots(settings, settings.share)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hotrow.engine.host.link import in_any_order
 from hotrow.engine.host.plan import HostPlan, HotLookups
+from hotrow.engine.idle import idle_rows
 from hotrow.engine.profile import hottest, small_tables
 from hotrow.engine.settings import Settings
 from hotrow.engine.uploads import TableScalars
@@ -49,6 +50,7 @@ class HotRows:
         self._bases = torch.tensor([*layout.bases, layout.num_rows])
         self._version = self._batches = self._times_learned = 0
         self._by_kernels = self._device.type == "cuda"
+        self._idle = idle_rows(settings, store)
         self._table_scalars = TableScalars(settings)
         # The cold rows of each batch so far, on the host, while it is learned which are hot.
         self._seen: list[Tensor] | None = [] if profile is None and room else None
@@ -154,9 +156,21 @@ class HotRows:
                 self.slots, slots, x.offsets, x.weights, x.divisor, self._dim, dtype
             )
             return vectors
-        vectors = reference.take(self.slots, slots.long(), self._dim)
         every = torch.arange(plan.num_lookups, device=self._device)
+        vectors = self._vectors_of(slots)
         return reference.pool(vectors, every, x.offsets, x.weights, x.divisor).to(dtype)
+
+    def _vectors_of(self, slots: Tensor) -> Tensor:
+        """Return the vector of each lookup, of zeros for rows that are not hot."""
+        if self._idle is None:
+            return reference.take(self.slots, slots.long(), self._dim)
+        different, place = slots.long().unique(return_inverse=True)
+        is_hot = different != self._null
+        vectors = torch.zeros(len(different), self._dim)
+        different = different[is_hot]
+        rows = self.slots.index_select(0, different)
+        vectors[is_hot] = self._idle.now(rows, self.ids[different])
+        return vectors[place]
 
     def weight_grads(
         self, plan: HostPlan, bag_of: Tensor | None, x: Lookups, grads: Tensor
@@ -171,7 +185,7 @@ class HotRows:
             )
             return weight_grads
         every = torch.arange(plan.num_lookups, device=self._device)
-        vectors = reference.take(self.slots, slots.long(), self._dim)
+        vectors = self._vectors_of(slots)
         bags = replace(x, ids=plan.keys).bag_of()
         return reference.weight_grads(vectors, every, bags, grads.float())
 
@@ -216,6 +230,8 @@ class HotRows:
             moves = ~in_bits(self._frozen_slots, slots)
             slots, grads = slots[moves], grads[moves]
         rows = self.slots.index_select(0, slots)
+        if self._idle is not None:
+            self._idle.catch_up(rows, self.ids[slots], steps_now=True)
         numbers = settings.optimizer.scalars(settings.table_names)
         alike = all(bool((values == values[0]).all()) for values in numbers.values())
         tables = None if alike else self._layout.table_of(self.ids[slots])

@@ -23,6 +23,7 @@ from hotrow.engine.host.link import Link
 from hotrow.engine.host.plan import HostPlan, HostSide, HostWork
 from hotrow.engine.host.planning import HostPlanning, LargestBytes
 from hotrow.engine.host.table import HostTable
+from hotrow.engine.idle import idle_rows
 from hotrow.engine.memory import ALL_AT_ONCE, FixedSlots
 from hotrow.engine.mover import NoMoves
 from hotrow.engine.planning import Outcome
@@ -64,6 +65,7 @@ class HostRows:
         self._peak = LargestBytes()
         self.planning = HostPlanning(settings, self.link, self.hot, self.counters, self._peak)
         self.table = HostTable(settings, store, self.link)
+        self.idle = idle_rows(settings, store)
         self.capture = AroundGraph(settings.dim, settings.output_dtype, settings.device)
 
     # -- planning ----------------------------------------------------------------------

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hotrow.engine.host.link import HostBuffer, Link, RowColumns, in_any_order
 from hotrow.engine.host.plan import HostPlan
+from hotrow.engine.idle import idle_rows
 from hotrow.engine.settings import Settings
 from hotrow.kernels.rules import SGD, per_row
 from hotrow.kernels.rules import Scalars as TableNumbers
@@ -23,6 +24,7 @@ class HostTable:
 
     def __init__(self, settings: Settings, store: Store, link: Link) -> None:
         self._settings, self._store, self._link = settings, store, link
+        self._idle = idle_rows(settings, store)
         self._device, self._lanes, self._dim = settings.device, settings.lanes, settings.dim
         dim, width, rows = settings.dim, settings.width, store.rows
         self._columns = [RowColumns(rows[:, :dim])]
@@ -41,7 +43,13 @@ class HostTable:
     def read_vectors(self, ids: Tensor, out: Tensor) -> None:
         """Copy the vectors of rows, which may repeat."""
         self.settle()
-        self._columns[0].read(ids, out=out)
+        self._read(ids, out)
+
+    def _read(self, ids: Tensor, out: Tensor) -> None:
+        if self._idle is None:
+            self._columns[0].read(ids, out=out)
+        else:
+            out.copy_(self._idle.now(self._store.rows.index_select(0, ids), ids))
 
     def collect(self, plan: HostPlan, *, cross: bool) -> Tensor:
         """Return the rows of a batch, and zeros: here, or on the device where they `cross`."""
@@ -56,14 +64,14 @@ class HostTable:
         rows[count].zero_()  # what padding reads
         there = torch.empty(rows.shape, device=self._device) if cross else rows
         # In one go: the cores lose more by starting again and again than the link would gain.
-        self._columns[0].read(plan.ids, out=rows[:count])
+        self._read(plan.ids, rows[:count])
         if cross:
             there.copy_(rows, non_blocking=True)
         if plan.is_trained:
             if cross:
                 self._rows_sent = self._lanes.mark("train")
                 plan.there, plan.there_since = there, self.updates
-            self._held = plan
+            self._held = None if self._idle is not None else plan  # these are as of now
         return there
 
     def send_home(self, plan: HostPlan | None, ids: Tensor, grads: Tensor) -> None:
@@ -86,8 +94,10 @@ class HostTable:
         self.updates += 1
         if plan is not None:
             plan.there = None
-        if not self._link.exists:
-            self.settle()  # the gradients are autograd's own, and may change
+        # Without a link the gradients are autograd's own, and may change; idle rows of other
+        # groups may be read as of the step that this update belongs to.
+        if not self._link.exists or self._idle is not None:
+            self.settle()
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -116,6 +126,10 @@ class HostTable:
             ids = ids[moves]
             values = [values[0][moves] if is_held else values[0][: len(ids)]]
         self._store.note_changed(ids)
+        if self._idle is not None:
+            arrived.wait()
+            self._update_idle(ids, grads if moves is None else grads[moves], numbers)
+            return
         if len(self._columns) > 1:
             values.append(self._state_rows.take(len(ids)))
         with in_any_order():
@@ -145,6 +159,16 @@ class HostTable:
         ]
         tables = None if alike else self._settings.layout.table_of(ids)
         rule.update(weights, grads, state, per_row(scalars, tables))
+
+    def _update_idle(self, ids: Tensor, grads: Tensor, numbers: tuple[TableNumbers, bool]) -> None:
+        """Update rows that are stored as of the step of their last gradient."""
+        assert self._idle is not None
+        rows = self._store.rows.index_select(0, ids)
+        self._idle.catch_up(rows, ids, steps_now=True)
+        values = [rows[:, : self._dim], rows[:, self._dim :]]
+        self._step_on(ids, values, grads, numbers)
+        with in_any_order():
+            self._store.write(ids, rows)
 
     def numbers_now(self) -> tuple[TableNumbers, bool]:
         """Return the rule's numbers for each table, and whether all tables have the same."""
