@@ -23,6 +23,8 @@ from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.rules import Hold
 from hotrow.engine.stages import FIVE, FUSED, SPLIT
 from hotrow.engine.strategy import STRATEGIES, Strategy
+from hotrow.kernels.dense_rules import DenseAdam, DenseSGD
+from hotrow.kernels.rules import RowRule
 
 RULES = {
     "sgd": hotrow.SGD(lr=0.1, weight_decay=0.01),
@@ -31,6 +33,13 @@ RULES = {
     "adam": hotrow.Adam(lr=0.01),
     "adamw": hotrow.AdamW(lr=0.01, weight_decay=0.1),
 }
+
+# Rules that move rows in every step.
+MOVING = {
+    "dense-adam": DenseAdam(lr=0.01),
+    "dense-sgd": DenseSGD(lr=0.05, momentum=0.9, weight_decay=0.01),
+}
+ALL_RULES: dict[str, RowRule] = {**RULES, **MOVING}
 
 
 @dataclass(frozen=True)
@@ -256,7 +265,7 @@ def build(
     case: Case, rule: str = "sgd", strategy: str | Strategy = "all-fast", **options: Any
 ) -> hotrow.EmbeddingBagCollection:
     return hotrow.EmbeddingBagCollection(
-        case.tables, RULES[rule], strategy=strategy, seed=3, **options
+        case.tables, ALL_RULES[rule], strategy=strategy, seed=3, **options
     )
 
 
@@ -539,7 +548,7 @@ COMBINATIONS = list(
             "schedule": list(SCHEDULES),
             "victims": ["own", "random", "most-recent"],
             "budget": ["tight", "chunked", "roomy"],
-            "rule": list(RULES),
+            "rule": list(ALL_RULES),
             "case": list(CASES),
             "map": ["dense", "hash"],
         }

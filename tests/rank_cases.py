@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hotrow
-from builders import RULES, Case, readout, tight_budget, variant
+from builders import ALL_RULES, Case, readout, tight_budget, variant
 from hotrow.distributed import owners
 
 Config = hotrow.EmbeddingBagConfig
@@ -40,7 +40,7 @@ TABLES = {
 AXES: dict[str, Sequence[str]] = {
     "strategy": ["uncached", "static", "lru", "scratchpipe", "lookahead"],
     "victims": ["own", "random", "most-recent"],
-    "rule": list(RULES),
+    "rule": list(ALL_RULES),
     "tables": list(TABLES),
     "form": ["dense", "tuple", "kjt", "int32"],
     "room": ["tight", "chunked"],
@@ -212,13 +212,13 @@ def train(embedding: Any, batches: Sequence[Any], loader: str, scale: float = 1.
 
 def build(choice: dict[str, str], strategy: Any = "all-fast", **options: Any) -> Any:
     return hotrow.EmbeddingBagCollection(
-        TABLES[choice["tables"]], RULES[choice["rule"]], strategy=strategy, seed=3, **options
+        TABLES[choice["tables"]], ALL_RULES[choice["rule"]], strategy=strategy, seed=3, **options
     )
 
 
 def replicas_of(choice: dict[str, str], world: int) -> dict[str, Any]:
     """Options that keep some rows on every rank, which changes no bit."""
-    tables, rule = TABLES[choice["tables"]], RULES[choice["rule"]]
+    tables, rule = TABLES[choice["tables"]], ALL_RULES[choice["rule"]]
     if choice["replicate"] == "nothing" or world == 1:
         return {}
     if choice["replicate"] == "hot rows":

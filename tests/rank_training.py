@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import hotrow
 from hotrow.checkpoint import Loaded, Save
 from hotrow.checkpoint.parts import rows_apart
+from hotrow.kernels.dense_rules import DenseAdam
 
 Bag = hotrow.EmbeddingBagConfig
 # Several widths, a last block of rows that is not whole, and fewer rows than ranks.
@@ -25,6 +26,7 @@ RULES: dict[str, Any] = {
     "adagrad": hotrow.Adagrad(lr=0.1),
     "row-wise-adagrad": hotrow.RowWiseAdagrad(lr=0.1),
     "adam": hotrow.Adam(lr=0.01),
+    "dense-adam": DenseAdam(lr=0.01),
 }
 OWN = ("random", "numpy", "python")  # what a rank has of its own
 SAMPLES = 96  # of a batch, on all ranks together

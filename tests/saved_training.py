@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import hotrow
 from hotrow.checkpoint import Checkpoint, Loaded, Save
+from hotrow.kernels.dense_rules import DenseAdam
 from hotrow.run.job import same_bits
 
 Bag = hotrow.EmbeddingBagConfig
@@ -34,6 +35,7 @@ RULES: dict[str, Any] = {
     "row-wise-adagrad": hotrow.RowWiseAdagrad(lr=0.1),
     "adam": hotrow.Adam(lr=0.01),
     "adamw": hotrow.AdamW(lr=0.01),
+    "dense-adam": DenseAdam(lr=0.01),
 }
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -46,6 +46,7 @@ DENSE: dict[str, Optimizer] = {
     "masters": lambda model: MasterWeights(
         model, lambda masters: torch.optim.Adam(masters, lr=0.01)
     ),
+    "plain sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
 }
 FEW = [batch[:3] for batch in BATCHES]  # few, where Triton is interpreted
 

@@ -81,7 +81,7 @@ def test_as_many_ranks_go_on_with_the_same_bits(world: int, tmp_path: Path) -> N
 PAIRS = [
     ("adam", 4, 1, "lookahead", "lookahead"), ("row-wise-adagrad", 4, 3, "lookahead", "cpu"),
     ("adam", 1, 2, "hybrid", "static-hybrid"), ("adagrad", 2, 4, "lookahead", "lookahead"),
-    ("adam", 2, 1, "hybrid", "lookahead"),
+    ("adam", 2, 1, "hybrid", "lookahead"), ("dense-adam", 2, 3, "lookahead", "hybrid"),
     pytest.param("adagrad", 3, 2, "static-hybrid", "hybrid", marks=pytest.mark.slow),
 ]  # fmt: skip
 

@@ -674,9 +674,12 @@ def steps(make: Make) -> Callable[[Rows], None]:
 
 
 REFUSED: dict[str, tuple[Callable[[Rows], None], str]] = {
-    "Adam": (steps(torch.optim.Adam), "Adam moves rows in every step.*SparseAdam.*idle='frozen'"),
+    "Adam": (
+        steps(torch.optim.Adam),
+        "Adam moves rows in every step.*idle='decay'.*SparseAdam.*idle='frozen'",
+    ),
     "AdamW": (steps(torch.optim.AdamW), "AdamW moves rows in every step"),
-    "RMSprop": (steps(torch.optim.RMSprop), "RMSprop has no rule for rows"),
+    "RMSprop": (steps(torch.optim.RMSprop), "RMSprop moves rows.*idle='decay'"),
     "LBFGS": (
         lambda model: trained(
             model,
@@ -695,7 +698,7 @@ REFUSED: dict[str, tuple[Callable[[Rows], None], str]] = {
     ),
     "Adagrad's decay": (
         steps(lambda params: torch.optim.Adagrad(params, lr_decay=0.1)),
-        "no lr_decay; use a scheduler",
+        "lr_decay with idle='decay' alone; else use a scheduler",
     ),
     "maximize": (
         steps(lambda params: torch.optim.SGD(params, lr=0.1, maximize=True)),

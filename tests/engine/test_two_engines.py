@@ -16,6 +16,7 @@ from torch import Tensor
 
 import hotrow
 from builders import (
+    ALL_RULES,
     CASES,
     RULES,
     Case,
@@ -65,7 +66,7 @@ def _rows_of(embedding: Any) -> dict[str, Tensor]:
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ALL_RULES)
 def test_engines_in_turn_give_the_bits_of_all_fast(rule: str, name: str) -> None:
     case = CASES[name]
     batches = case.batches(STEPS)

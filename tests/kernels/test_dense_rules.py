@@ -52,7 +52,7 @@ def test_steps_on_all_rows_are_those_of_torch(name: str) -> None:
         torch.testing.assert_close(values.double(), state[key], rtol=1e-4, atol=1e-6)
 
 
-def test_a_row_has_the_state_that_its_rule_needs_and_one_column_more() -> None:
+def test_a_row_has_the_state_that_its_rule_needs_and_a_step() -> None:
     assert DenseSGD().state_names == ("last",)
     assert DenseSGD(momentum=0.9).state_names == ("momentum_buffer", "last")
     rule = DenseRMSprop(momentum=0.9, centered=True)
@@ -60,11 +60,11 @@ def test_a_row_has_the_state_that_its_rule_needs_and_one_column_more() -> None:
         "square_avg": slice(4, 8),
         "momentum_buffer": slice(8, 12),
         "grad_avg": slice(12, 16),
-        "last": slice(16, 17),
+        "last": slice(16, 20),
     }
-    assert rule.state_width(4) == 13
+    assert rule.state_width(4) == 16  # rows are multiples of 16 bytes
     adagrad = DenseAdagrad(initial_accumulator_value=0.25)
-    assert adagrad.state_start(3) == [0.25, 0.25, 0.25, 0.0]
+    assert adagrad.state_start(3) == [0.25, 0.25, 0.25, 0.0, 0.0]
 
 
 def test_other_rules_keep_their_columns() -> None:

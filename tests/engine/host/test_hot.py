@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import hotrow
-from builders import CASES, RULES, Case, Outcome, build, outcome, readout, train
+from builders import ALL_RULES, CASES, RULES, Case, Outcome, build, outcome, readout, train
 from contracts import (
     TOLERANCE,
     all_fast,
@@ -50,7 +50,7 @@ def by_kernels(
 
 @pytest.mark.thinned(7)  # each rule with another case
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ALL_RULES)
 def test_it_trains_like_all_fast(case: str, rule: str) -> None:
     embedding = hot(CASES[case], rule)
     assert_like(train(embedding, CASES[case].batches(40)), all_fast(case, rule, 40))
@@ -81,7 +81,7 @@ def test_where_nothing_is_hot_it_is_hybrid(rule: str) -> None:
     assert embedding.num_slots == 0
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ALL_RULES)
 def test_where_everything_is_hot_nothing_moves(rule: str) -> None:
     embedding = hot(MULTI_HOT, rule, part=1.1)
     found = train(embedding, MULTI_HOT.batches(8))
@@ -180,7 +180,7 @@ def test_the_hottest_rows_of_a_profile_are_hot_and_padding_is_not() -> None:
 
 
 @pytest.mark.thinned(2)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ALL_RULES)
 def test_other_rows_can_be_pinned_between_two_runs(rule: str) -> None:
     embedding = build(MULTI_HOT, rule, "static-hybrid", budget=room_for(MULTI_HOT, 40))
     (group,) = as_on_gpu(embedding, "bags").groups

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import hotrow
-from builders import CASES, RULES, Outcome, build, outcome, readout, train
+from builders import ALL_RULES, CASES, RULES, Outcome, build, outcome, readout, train
 from click_models import click_batches, trainer_of
 from contracts import TOLERANCE, all_fast, as_on_gpu, assert_like, hot, learning, on_device
 from hotrow.data import ClickBatch
@@ -51,7 +51,7 @@ def crossing(
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("strategy", ["hybrid", "cpu"])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ALL_RULES)
 def test_on_a_cpu_every_bit_is_that_of_all_fast(case: str, rule: str, strategy: str) -> None:
     found = train(build(CASES[case], rule, strategy), CASES[case].batches(40))
     assert found.same_bits(all_fast(case, rule, 40))
