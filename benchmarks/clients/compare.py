@@ -18,7 +18,8 @@ from torch import Tensor, nn
 TOLERANCE = 1e-5
 _NOISE = 4  # differences may be so many times those of plain models whose lookups are rounded
 _SEEDS = (1, 2)  # of the rounding
-OPTIMIZERS = ("SGD", "Adagrad", "Adagrad 0.1", "SparseAdam")
+DENSE = ("Adam", "Adam 1e-5")  # torch has no sparse gradients for these
+OPTIMIZERS = ("SGD", "Adagrad", "Adagrad 0.1", "SparseAdam", *DENSE)
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
@@ -94,6 +95,9 @@ def optimizer_parts(model: nn.Module, name: str) -> list[torch.optim.Optimizer]:
         return [torch.optim.Adagrad(model.parameters(), lr=0.02)]
     if name == "Adagrad 0.1":
         return [torch.optim.Adagrad(model.parameters(), lr=0.2, initial_accumulator_value=0.1)]
+    if name in DENSE:
+        decay = 1e-5 if name == "Adam 1e-5" else 0.0
+        return [torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=decay)]
     rows = [weight for table in tables_of(model) for weight in table.parameters()]
     known = {id(weight) for weight in rows}
     others = [weight for weight in model.parameters() if id(weight) not in known]
@@ -164,7 +168,7 @@ def compare(case: Case, optimizer: str, plain_only: bool) -> Result:
     result.apart = _apart_in(case, plain, other, plain_losses, losses)
     if not plain_only and _exceeds(result.apart):
         noises = [_noise(case, optimizer, start, plain, plain_losses, seed) for seed in _SEEDS]
-        if optimizer != "SparseAdam":  # which has sparse gradients anyway
+        if optimizer not in ("SparseAdam", *DENSE):  # the first has sparse gradients anyway
             noises.append(_noise(case, optimizer, start, plain, plain_losses, seed=None))
         result.noise = {name: max(noise[name] for noise in noises) for name in result.apart}
     _judge(case, result, plain_only)
