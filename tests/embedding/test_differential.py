@@ -90,7 +90,7 @@ def forget_accumulated(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_state(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RowAccess, "load_state", lambda self, table, state: None)
+    patch.setattr(RowAccess, "load_state", lambda self, table, state, step: None)
 
 
 def forget_rates(patch: pytest.MonkeyPatch) -> None:
