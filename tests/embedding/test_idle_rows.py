@@ -262,3 +262,59 @@ def test_a_collection_moves_rows_in_backward(rule: Any) -> None:
         steps.step()
     found = embedding.state_dict()["embedding_bags.a.weight"]
     torch.testing.assert_close(found, weight.detach(), rtol=1e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [(torch.optim.SGD, {"lr": 0.1}), (torch.optim.Adagrad, {"lr": 0.05})],
+)
+@pytest.mark.parametrize("decays", [(0.0, 0.1), (0.1, 0.0), (0.0, 0.0)])
+def test_decay_may_differ_between_param_groups_and_steps(
+    kind: Any, settings: dict[str, float], decays: tuple[float, float]
+) -> None:
+    """A table without decay, beside one with it, or until it begins."""
+    models = [Model(), hotrow.convert(Model(), "60%", show=False)]
+    for model in models:
+        parts = (model.items, model.tags, model.last)
+        groups = [
+            {"params": [*part.parameters()], "weight_decay": decay}
+            for part, decay in zip(parts, (*decays, 0.1), strict=True)
+        ]
+        steps = kind(groups, **settings)
+        for number, batch in enumerate(batches()):
+            if number == 20 and any(decays):
+                for group in steps.param_groups:
+                    group["weight_decay"] = 0.1 - group["weight_decay"]
+            steps.zero_grad()
+            (model(batch) - 1).square().mean().backward()
+            steps.step()
+    expected, found = (model.state_dict() for model in models)
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=3e-6, msg=name)
+
+
+@pytest.mark.parametrize("momenta", [(0.9, 0.0), (0.0, 0.9)])
+def test_one_momentum_per_collection_is_zero_or_not(momenta: tuple[float, float]) -> None:
+    model = hotrow.convert(Model(), "60%", show=False)
+    before = model.state_dict()
+    parts = zip((model.items, model.tags), momenta, strict=True)
+    steps = torch.optim.SGD(
+        [{"params": [*part.parameters()], "momentum": x} for part, x in parts], lr=0.1
+    )
+    model(batches(1)[0]).sum().backward()
+    with pytest.raises(ValueError, match="in all its param groups"):
+        steps.step()
+    assert all(same_bits(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_a_momentum_that_ends_is_refused_before_anything_has_changed() -> None:
+    trained = train("momentum", strategy="lookahead")
+    before = trained.weights
+    trained.optimizer.param_groups[0]["momentum"] = 0.0
+    trained.model(batches(1)[0]).sum().backward()
+    with pytest.raises(ValueError, match="momentum was 0.9"):
+        trained.optimizer.step()
+    assert all(same_bits(x, before[name]) for name, x in trained.weights.items())
+    trained.optimizer.param_groups[0]["momentum"] = 0.9
+    trained.optimizer.step()
+    assert not same_bits(trained.weights["items.weight"], before["items.weight"])

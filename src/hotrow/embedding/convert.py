@@ -24,7 +24,7 @@ from hotrow.embedding.table_modules import (
     config_of,
     why_unsupported,
 )
-from hotrow.embedding.torch_rules import rule_for
+from hotrow.embedding.torch_rules import common_rule, rules_for
 from hotrow.embedding.torch_state import state_of
 from hotrow.embedding.torch_steps import note_stand_ins
 from hotrow.kernels.rules import SGD, RowRule
@@ -409,11 +409,16 @@ def _checked_rule(
     """Return what optimizers that exist do to rows; raise if they cannot, before anything has
     changed."""
     rule: RowRule = SGD()
-    weights = {id(table.weight) for table in chosen}
+    names = {id(table.weight): table.name for table in chosen}
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if any(id(param) in weights for param in group["params"]):
-                rule = rule_for(optimizer, group, idle).made()  # for its state alone
+        groups = {
+            names[id(param)]: group
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if id(param) in names
+        }
+        if groups:
+            rule = common_rule(rules_for(optimizer, groups, idle, None))  # for its state alone
     late = [table.name for table in chosen if table.weight.grad is not None]
     if late:
         warn(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -16,11 +16,13 @@ from hotrow.kernels.dense_rules import (
     DenseAdam,
     DenseAdamW,
     DenseRMSprop,
+    DenseRule,
     DenseSGD,
 )
 from hotrow.kernels.rules import SGD, Adagrad, Adam, AdamW, RowRule
 
 Setting = Mapping[str, Any]
+START = "initial_accumulator_value"
 
 
 class NoRule(TypeError):
@@ -65,6 +67,54 @@ def rule_for(optimizer: Optimizer, group: Setting, idle: str | None) -> TorchRul
     return translate(group, idle)
 
 
+def rules_for(
+    optimizer: Optimizer, groups: Mapping[str, Setting], idle: str | None, known: RowRule | None
+) -> dict[str, TorchRule]:
+    """Return the rules of param groups by table, as `rule_for` does.
+
+    Where the rule of one moves rows without a gradient, those of all do: rows of a collection have
+    one kind of state. So do they where rows have such a rule already (`known`).
+    """
+    different = {id(x): x for x in groups.values()}  # most often all tables are in one group
+    rules = {key: rule_for(optimizer, x, idle) for key, x in different.items()}
+    if isinstance(known, DenseRule) or any(issubclass(x.rule, DenseRule) for x in rules.values()):
+        rules = {key: _moving(rule, different[key]) for key, rule in rules.items()}
+    return {name: rules[id(group)] for name, group in groups.items()}
+
+
+def _moving(rule: TorchRule, group: Setting) -> TorchRule:
+    """Return a rule that does the same to rows, and whose settings may begin to move others."""
+    kind = {SGD: DenseSGD, Adagrad: DenseAdagrad}.get(rule.rule)
+    return rule if kind is None else TorchRule(kind, {x.name: group[x.name] for x in fields(kind)})
+
+
+def common_rule(rules: Mapping[str, TorchRule]) -> RowRule:
+    """Return a rule for all tables, which may differ in settings, but not in the state of rows."""
+    first, *others = (rule.made() for rule in {id(rule): rule for rule in rules.values()}.values())
+    for other in others:
+        if type(other) is not type(first):
+            raise RuntimeError(
+                "all tables of a collection have one rule, and their param groups need "
+                f"{type(first).__name__} and {type(other).__name__}; use one of these for all"
+            )
+        if isinstance(first, DenseRule):
+            first.with_setting(vars(other))
+        if other.start_of_state() != first.start_of_state():
+            raise RuntimeError(f"all tables of a collection have one {START}")
+    return first
+
+
+def have_state_of(rules: Mapping[str, TorchRule], rule: RowRule) -> bool:
+    """Whether the rules of all tables keep for a row what another one keeps, as that starts."""
+    start = getattr(rule, START, None)
+    return all(
+        each.rule is type(rule)
+        and each.settings.get(START) == start
+        and (not isinstance(rule, DenseRule) or each.made().state_names == rule.state_names)
+        for each in {id(each): each for each in rules.values()}.values()
+    )
+
+
 def _known(kind: type) -> Callable[[Setting, str | None], TorchRule] | None:
     """Return the translation of a class, or of the base that its step is of."""
     for base in kind.__mro__:
@@ -90,7 +140,7 @@ def _sgd(group: Setting, idle: str | None) -> TorchRule:
 
 
 def _adagrad(group: Setting, idle: str | None) -> TorchRule:
-    names = ("lr", "eps", "initial_accumulator_value")
+    names = ("lr", "eps", START)
     settings = {name: group[name] for name in names}
     if idle == "decay" and (group["weight_decay"] or group["lr_decay"]):
         more = {name: group[name] for name in ("weight_decay", "lr_decay")}

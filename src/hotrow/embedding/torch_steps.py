@@ -26,16 +26,23 @@ from hotrow.embedding.pipeline import Pipeline
 from hotrow.embedding.row_groups import RowGroups
 from hotrow.embedding.stand_ins import StandIn, StandIns, stand_in_of
 from hotrow.embedding.step import PendingStep
-from hotrow.embedding.torch_rules import NoRule, TorchRule, number, rule_for
+from hotrow.embedding.torch_rules import (
+    START,
+    NoRule,
+    TorchRule,
+    common_rule,
+    have_state_of,
+    number,
+    rules_for,
+)
 from hotrow.embedding.torch_state import include_rows
 from hotrow.embedding.waiting import WaitingGrads
 from hotrow.embedding.whole_table import WholeTable
+from hotrow.kernels.dense_rules import DenseRule
 from hotrow.kernels.rules import RowRule
 from hotrow.support.messages import warn
 from hotrow.support.streams import capturing
 
-_START = "initial_accumulator_value"
-_ONE_START = f"all tables of a collection have one {_START}"
 # Those that stand-ins were given to; some of these may not belong to any rows yet.
 _with_stand_ins: WeakSet[Optimizer] = WeakSet()
 # What was found in the param groups of an optimizer, and what it was found by.
@@ -159,13 +166,16 @@ def _include(optimizer: Optimizer) -> None:
 def known_rule(stand_ins: StandIns, idle: str | None) -> RowRule | None:
     """Return the rule of the optimizers that hold stand-ins; None: there are none, or no rule."""
     rules: dict[str, TorchRule] = {}
-    with suppress(NoRule, RuntimeError):
+    with suppress(NoRule, RuntimeError, ValueError):
         for optimizer in _with_stand_ins:
-            for group in optimizer.param_groups:
-                for place, param in enumerate(stand_ins.parameters):
-                    if any(param is held for held in group["params"]):
-                        rules[stand_ins.names[place]] = rule_for(optimizer, group, idle)
-        return _common_rule(rules) if len({x.rule for x in rules.values()}) == 1 else None
+            groups = {
+                stand_ins.names[place]: group
+                for group in optimizer.param_groups
+                for place, param in enumerate(stand_ins.parameters)
+                if any(param is held for held in group["params"])
+            }
+            rules |= rules_for(optimizer, groups, idle, None)
+        return common_rule(rules) if rules else None
     return None
 
 
@@ -375,21 +385,15 @@ class TorchSteps:
             self._past.setdefault(name, WeakSet()).add(optimizer)
 
     def _rules(self, optimizer: Optimizer, groups: Mapping[str, Any]) -> dict[str, TorchRule]:
-        # Most often all tables are in one group.
-        rules = {id(x): x for x in groups.values()}
-        by_group = {key: rule_for(optimizer, x, self._idle) for key, x in rules.items()}
-        return {name: by_group[id(group)] for name, group in groups.items()}
+        known = self._optimizer.rule if self._is_known else None
+        return rules_for(optimizer, groups, self._idle, known)
 
     def _use(self, optimizer: Optimizer, rules: Mapping[str, TorchRule]) -> None:
         """Let all rows have the state of an optimizer's rule."""
         before = self._optimizer.rule
-        start = getattr(before, _START, None)
-        if self._is_known and all(
-            each.rule is type(before) and each.settings.get(_START) == start
-            for each in rules.values()
-        ):
+        if self._is_known and have_state_of(rules, before):
             return
-        rule = _common_rule(rules)
+        rule = common_rule(rules)
         if not self._is_known or not any(self._optimizer.steps):
             if rule.state_names and not self._rows.has_state_of(rule):
                 what = f"the first use of {type(optimizer).__name__}, whose state rows get now,"
@@ -403,8 +407,10 @@ class TorchSteps:
             self._rows.use_rule(rule)
             self._is_known = True
         elif type(rule) is type(before):
+            if isinstance(before, DenseRule):
+                before.with_setting(vars(rule))  # raises where rows would have other state
             if set(rules) != set(self._stand_ins.names):
-                raise RuntimeError(_ONE_START)
+                raise RuntimeError(f"all tables of a collection have one {START}")
             # It takes all tables over, and their state starts anew.
             self._optimizer.change_rule(rule)
         else:
@@ -417,11 +423,3 @@ class TorchSteps:
 
 def _no_optimizer() -> None:
     """No optimizer has stepped a table yet."""
-
-
-def _common_rule(rules: Mapping[str, TorchRule]) -> RowRule:
-    """Return a rule of the class of all; tables may differ in settings, but not in the class."""
-    first = next(iter(rules.values()))
-    if len({str(each.settings.get(_START)) for each in rules.values()}) > 1:
-        raise RuntimeError(_ONE_START)
-    return first.made()

@@ -91,7 +91,8 @@ class DenseRule(RowRule):
                 raise ValueError(
                     f"{type(self).__name__}: {name} was {getattr(self, name)} when the optimizer "
                     f"was made and is {getattr(rule, name)} now, which would change the state of "
-                    f"each row; make the optimizer with the {name} that it needs later."
+                    f"each row; make the optimizer with the {name} that it needs later, in all its "
+                    "param groups."
                 )
         return rule
 
