@@ -27,8 +27,7 @@ class Histories:
         """Return the different histories of some tables, and the places of the tables that have
         each. `steps_now`: without the newest step, which is being made."""
         if not steps_now:
-            with self._flushing:  # several threads may read
-                self._flush()
+            self._flush()
         if names not in self._grouped:
             found: dict[int, tuple[History, list[int]]] = {}
             for place, name in enumerate(names):
@@ -59,9 +58,10 @@ class Histories:
                     self._pending.append((history, settings[key]))
 
     def _flush(self) -> None:
-        pending, self._pending = self._pending, []
-        for history, setting in pending:
-            history.append(setting)
+        with self._flushing:  # several threads may read, or save
+            pending, self._pending = self._pending, []
+            for history, setting in pending:
+                history.append(setting)
 
     def _use(self, names: Sequence[str], history: History) -> None:
         self._of_table.update(dict.fromkeys(names, history))

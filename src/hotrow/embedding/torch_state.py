@@ -59,7 +59,8 @@ def state_of(optimizer: Optimizer, param: Tensor, table: str, owner: Any) -> dic
     else:  # what it has from its construction on; another one's state stays until it steps
         shapes = owner.rows.state_shapes(table)
         rows = {x: torch.full(shapes[x], float(own[x].flatten()[0])) for x in shapes if x in own}
-    if not rows:
+    starts_with_gradient = isinstance(optimizer, torch.optim.SGD)  # torch's buffer is not zeros
+    if not rows or (starts_with_gradient and not steps):
         return {}
     is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
     return {"step": steps if is_sparse else torch.tensor(float(steps)), **rows}
@@ -81,6 +82,9 @@ def _load_rows(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     for place, param, table, owner in _stand_ins(optimizer):
         given = state.get(numbers[place]) if place < len(numbers) else None
         if given is None:
+            is_own = owner.has_stepped(optimizer, table) and not owner.rows.is_apart
+            if is_own and owner.steps(table) and owner.rows.state_widths(table):
+                owner.start_anew(table)  # as torch does with a param that has no state
             continue
         if owner.rows.is_apart:
             owner.has_state_of(optimizer, table)

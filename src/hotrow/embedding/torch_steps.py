@@ -263,6 +263,10 @@ class TorchSteps:
         self._optimizer.load_table(table, state, step)
         self.has_state_of(optimizer, table)
 
+    def start_anew(self, table: str) -> None:
+        """Let the state of a table's rows be as before its first step."""
+        self._optimizer.start_anew([table])
+
     def has_state_of(self, optimizer: Optimizer, table: str) -> None:
         """Note that the state of a table's rows is that of an optimizer."""
         self._newest = _no_optimizer
