@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -312,9 +313,79 @@ def test_a_momentum_that_ends_is_refused_before_anything_has_changed() -> None:
     before = trained.weights
     trained.optimizer.param_groups[0]["momentum"] = 0.0
     trained.model(batches(1)[0]).sum().backward()
-    with pytest.raises(ValueError, match="momentum was 0.9"):
+    with pytest.raises(ValueError, match=r"momentum was 0\.9"):
         trained.optimizer.step()
     assert all(same_bits(x, before[name]) for name, x in trained.weights.items())
     trained.optimizer.param_groups[0]["momentum"] = 0.9
     trained.optimizer.step()
     assert not same_bits(trained.weights["items.weight"], before["items.weight"])
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "momentum", "adamw"])
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_a_state_from_before_the_first_step_starts_rows_anew(
+    optimizer: str, steps_before: int
+) -> None:
+    """torch's state of a weight is empty then; rows that have one forget it."""
+    models = [Model(), hotrow.convert(Model(), "60%", show=False)]
+    for model in models:
+        steps = OPTIMIZERS[optimizer](model.parameters())
+        if optimizer == "momentum":
+            steps.param_groups[0]["dampening"] = 0.5
+        fresh = deepcopy(steps.state_dict())
+        for number, batch in enumerate(batches(12)):
+            if number == 6:
+                steps.load_state_dict(deepcopy(fresh))
+            steps.zero_grad()
+            (model(batch) - 1).square().mean().backward()
+            steps.step()
+            if number < steps_before:
+                fresh = deepcopy(steps.state_dict())
+    expected, found = (model.state_dict() for model in models)
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=3e-6, msg=name)
+
+
+def test_torch_goes_on_with_a_state_from_before_the_first_step() -> None:
+    """Its buffer begins as the first gradient, without dampening; zeros would not do."""
+    plain, model = Model(), hotrow.convert(Model(), "60%", show=False)
+    plain.load_state_dict(model.state_dict())
+    kinds = [torch.optim.SGD(x.parameters(), 0.1, 0.9, dampening=0.5) for x in (plain, model)]
+    kinds[0].load_state_dict(kinds[1].state_dict())
+    for steps, trained in zip(kinds, (plain, model), strict=True):
+        for batch in batches(5):
+            steps.zero_grad()
+            (trained(batch) - 1).square().mean().backward()
+            steps.step()
+    for name, weight in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], weight, rtol=1e-5, atol=3e-6, msg=name)
+
+
+def test_rows_are_right_for_threads_that_read_between_steps() -> None:
+    """Readers may be the first to note the newest step, several at once."""
+    expected = train("adamw", strategy="lookahead")
+    model = hotrow.convert(Model(), "60%", show=False, seed=0, strategy="lookahead")
+    steps, stop, errors = OPTIMIZERS["adamw"](model.parameters()), Event(), []
+
+    def read() -> None:
+        collection: Any = model.items.collection  # type: ignore[attr-defined]
+        try:
+            while not stop.is_set():
+                [*collection.weights("items")]
+                collection.optimizer.settings_dict()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for batch in hotrow.ahead(batches(), model):
+        steps.zero_grad()
+        (model(batch) - 1).square().mean().backward()
+        steps.step()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for name, weight in expected.weights.items():
+        assert same_bits(model.state_dict()[name], weight), name

@@ -220,10 +220,11 @@ class RowOptimizer(torch.optim.Optimizer):
             {key: value for key, value in group.items() if key != "params"}
             for group in self.param_groups
         ]
-        steps = dict(zip(self.names, self.steps, strict=True))
-        settings = {"rule": type(self.rule).__name__, "steps": steps, "param_groups": groups}
-        if self._histories is not None:
-            settings["histories"] = self._histories.state()
+        settings = {"rule": type(self.rule).__name__, "param_groups": groups}
+        with self.rows.reading():  # another thread may be in the middle of a step
+            settings["steps"] = dict(zip(self.names, self.steps, strict=True))
+            if self._histories is not None:
+                settings["histories"] = self._histories.state()
         return settings
 
     def numbers(self) -> list[dict[str, Any]]:
