@@ -220,7 +220,7 @@ class RowOptimizer(torch.optim.Optimizer):
             {key: value for key, value in group.items() if key != "params"}
             for group in self.param_groups
         ]
-        settings = {"rule": type(self.rule).__name__, "param_groups": groups}
+        settings: dict[str, Any] = {"rule": type(self.rule).__name__, "param_groups": groups}
         with self.rows.reading():  # another thread may be in the middle of a step
             settings["steps"] = dict(zip(self.names, self.steps, strict=True))
             if self._histories is not None:
