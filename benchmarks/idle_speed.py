@@ -10,6 +10,7 @@ mean of all steps, p50, p99 and the longest step.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -31,7 +32,7 @@ def main() -> None:
     options.add_argument("--strategy", default="lookahead")
     options.add_argument("--steps", type=int, default=1000)
     options.add_argument("--threads", type=int, default=1, help="of torch")
-    options.add_argument("--results", default=RESULTS, help="folder of the results")
+    options.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     options.add_argument("--commit", help="of the code measured; else what git says")
     asked = options.parse_args()
     torch.set_num_threads(asked.threads)
