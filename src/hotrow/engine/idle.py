@@ -24,11 +24,15 @@ class IdleRows:
     def __init__(self, settings: Settings, store: Store) -> None:
         self._optimizer, self._layout = settings.optimizer, settings.layout
         self._names, self._dim, self._store = settings.table_names, settings.dim, store
-        self._state = dict(settings.state_columns)
-        self._last = self._state.pop(LAST)
+        state = dict(settings.state_columns)
+        self._last = state.pop(LAST)
+        self._places = [slice(0, settings.dim), *state.values()]
 
     def now(self, rows: Tensor, ids: Tensor) -> Tensor:
         """Return the vectors of rows as of now, [n, dim]; `rows` are as they are stored."""
+        histories = self._optimizer.histories(self._names, steps_now=False)
+        if len(histories) == 1 and self._store.frozen.bits is None:
+            return self._caught_up(rows, histories[0][0])[0]
         rows = rows.clone()
         self.catch_up(rows, ids)
         return rows[:, : self._dim].contiguous()
@@ -40,7 +44,7 @@ class IdleRows:
         frozen = self._store.frozen.bits
         moves = None if frozen is None else ~self._store.frozen.among(ids)
         if len(histories) == 1 and moves is None:
-            self._catch_up(rows, histories[0][0])
+            self._write(self._caught_up(rows, histories[0][0]), rows)
             return
         tables = self._layout.table_of(ids)
         for history, places in histories:
@@ -50,16 +54,22 @@ class IdleRows:
             index = mine.nonzero().squeeze(1)
             if len(index):
                 part = rows[index]
-                self._catch_up(part, history)
+                self._write(self._caught_up(part, history), part)
                 rows[index] = part
 
-    def _catch_up(self, rows: Tensor, history: Any) -> None:
-        places = [slice(0, self._dim), *self._state.values()]
-        weight, *state = [rows[:, place].contiguous() for place in places]
+    def _caught_up(self, rows: Tensor, history: Any) -> list[Tensor]:
+        """Return copies of the weights and the state of rows, as of the end of a history."""
+        copies = [
+            rows[:, place].clone(memory_format=torch.contiguous_format) for place in self._places
+        ]
         rule: Any = self._optimizer.rule
-        catch_up(rule, weight, state, step_bits(rows[:, self._last])[:, 0], history.tables())
-        for place, values in zip(places, (weight, *state), strict=True):
-            rows[:, place] = values
+        last = step_bits(rows[:, self._last])[:, 0]
+        catch_up(rule, copies[0], copies[1:], last, history.tables())
+        return copies
+
+    def _write(self, values: list[Tensor], rows: Tensor) -> None:
+        for place, piece in zip(self._places, values, strict=True):
+            rows[:, place] = piece
 
     def note_now(self, rows: Tensor, ids: Tensor, step: int | None = None) -> None:
         """Let rows in a buffer be as of a step; None: of the newest."""
