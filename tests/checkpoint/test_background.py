@@ -72,8 +72,8 @@ def _slow(use_disk: Callable[[type[Disk]], None]) -> Iterator[None]:
 
 
 class Loop(AnyLoop):
-    def __init__(self, **options: Any) -> None:
-        super().__init__("adagrad", **{"strategy": "lookahead", "budget": "40%", **options})
+    def __init__(self, rule: str = "adagrad", **options: Any) -> None:
+        super().__init__(rule, **{"strategy": "lookahead", "budget": "40%", **options})
 
     def save(self, folder: Path, step: int, **options: Any) -> Path:
         gate.open_all()
@@ -136,6 +136,16 @@ def test_every_strategy_saves_the_rows_of_its_begin(
     save = behind(tmp_path / "behind", 4, each_step, strategy=strategy)
     assert save.why_at_once is None
     assert files_of(save.wait()) == expected
+
+
+@pytest.mark.parametrize("strategy", ["lookahead", "all-fast", "hybrid"])
+def test_rows_that_move_while_they_are_saved_are_those_of_the_begin(
+    strategy: str, tmp_path: Path
+) -> None:
+    """Those that no batch looks up move as well, and are stored as of their last gradient."""
+    options = {"rule": "dense-adam", "strategy": strategy}
+    expected = at_once(tmp_path / "at once", 4, **options)
+    assert files_of(behind(tmp_path / "behind", 4, 4, **options).wait()) == expected
 
 
 FIRST, *OTHERS = [

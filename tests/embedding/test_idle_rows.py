@@ -389,3 +389,18 @@ def test_rows_are_right_for_threads_that_read_between_steps() -> None:
     assert not errors
     for name, weight in expected.weights.items():
         assert same_bits(model.state_dict()[name], weight), name
+
+
+def test_a_decay_that_begins_late_is_refused() -> None:
+    model = hotrow.convert(Model(), "60%", show=False)
+    steps = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, batch in enumerate(batches(2)):
+        steps.zero_grad()
+        model(batch).sum().backward()
+        if number == 0:
+            steps.step()
+    steps.param_groups[0]["weight_decay"] = 0.1
+    before = model.state_dict()
+    with pytest.raises(RuntimeError, match="moves rows that no batch looks up from this step on"):
+        steps.step()
+    assert all(same_bits(model.state_dict()[name], x) for name, x in before.items())

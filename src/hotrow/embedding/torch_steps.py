@@ -38,8 +38,8 @@ from hotrow.embedding.torch_rules import (
 from hotrow.embedding.torch_state import include_rows
 from hotrow.embedding.waiting import WaitingGrads
 from hotrow.embedding.whole_table import WholeTable
-from hotrow.kernels.dense_rules import DenseRule
-from hotrow.kernels.rules import RowRule
+from hotrow.kernels.dense_rules import DenseAdagrad, DenseRule, DenseSGD
+from hotrow.kernels.rules import SGD, Adagrad, RowRule
 from hotrow.support.messages import warn
 from hotrow.support.streams import capturing
 
@@ -417,6 +417,13 @@ class TorchSteps:
                 raise RuntimeError(f"all tables of a collection have one {START}")
             # It takes all tables over, and their state starts anew.
             self._optimizer.change_rule(rule)
+        elif (type(before), type(rule)) in ((SGD, DenseSGD), (Adagrad, DenseAdagrad)):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} moves rows that no batch looks up from this step on, "
+                "and steps before did not, so the step of each row's last gradient is not known. "
+                "Give it its weight_decay, momentum or lr_decay, however small, from the first "
+                "step on"
+            )
         else:
             raise RuntimeError(
                 f"rows have the state of {type(before).__name__}, and {type(optimizer).__name__} "
